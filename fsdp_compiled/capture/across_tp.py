@@ -23,6 +23,7 @@ import torch
 from torch import fx
 
 from fsdp_compiled.capture.aot import CaptureError
+from fsdp_compiled.capture.side_effects import some
 from fsdp_compiled.ir.nodes import Bare, is_collective, is_random
 from fsdp_compiled.ir.program import LOSS, Port, Program
 from fsdp_compiled.plan.plan import Plan
@@ -116,30 +117,23 @@ def check_same(
         raise CaptureError(
             f"The loss is computed of what ranks along the tp axis have parts of, and differs between them. {CURE}"
         )
-    if loop:
-        trained = any(port.kind == "parameter gradient" for port in program.outputs)
-        apart = [port for port in outputs if port.kind == "result" and port not in parts]
-        _check_results(apart if trained else [])
+    apart = [port for port in outputs if port.kind == "result" and port not in parts] if loop else []
+    if apart and any(port.kind == "parameter gradient" for port in program.outputs):
+        raise CaptureError(
+            f"What the model returns ({apart[0].key}) is a plain tensor of what this rank along the tp axis has a part "
+            "of: a loss of it would be another on each rank. Gather it, output_layouts=Replicate(), or return it as a "
+            "DTensor, use_local_output=False, for loss_parallel."
+        )
     if odd := [port.name for port in outputs if port.kind == "parameter gradient" and port.name not in cut]:
         raise CaptureError(
-            f"{_some(odd)} {'are' if len(odd) > 1 else 'is'} whole on every rank along the tp axis, but "
+            f"{some(odd)} {'are' if len(odd) > 1 else 'is'} whole on every rank along the tp axis, but "
             f"{'their gradients are' if len(odd) > 1 else 'its gradient is'} of what that rank has a part of: it would "
             f"be another on each, and the copies would part. {CURE}"
         )
     if odd := [str(port) for port in outputs if port.kind in ("buffer", "constant")]:
         raise CaptureError(
-            f"Forward writes to {_some(odd)} what differs between ranks along the tp axis, which have it in common. "
+            f"Forward writes to {some(odd)} what differs between ranks along the tp axis, which have it in common. "
             f"{CURE}"
-        )
-
-
-def _check_results(apart: Sequence[Port]) -> None:
-    """``apart``: the results, plain tensors, that differ between ranks along tp and are differentiated."""
-    if apart:
-        raise CaptureError(
-            f"What the model returns ({apart[0].key}) is a plain tensor of what this rank along the tp axis has a part "
-            "of: a loss of it would be another on each rank. Gather it, output_layouts=Replicate(), or return it as a "
-            "DTensor, use_local_output=False, for loss_parallel."
         )
 
 
@@ -155,7 +149,3 @@ def mark_random(program: Program, plan: Plan, different: Collection[fx.Node]) ->
             "have in another. On a GPU a program draws from one stream, and would draw the same numbers for both. Set "
             "dropout to 0 in one of them, inside or outside of attention and feed-forward."
         )
-
-
-def _some(names: Sequence[str]) -> str:
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")

@@ -16,7 +16,7 @@ This is the only file that reads the guards of a `ShapeEnv` on such numbers. Wri
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from operator import is_
 from typing import Any
 
@@ -30,10 +30,10 @@ class Numbers:
 
     def __init__(self, env: ShapeEnv | None = None, scope: Mapping[str, Any] | None = None) -> None:
         sources = {} if env is None else env.var_to_sources
-        read = {symbol: first for symbol, (first, *_) in sources.items() if name_of(first).endswith(".item()")}
+        read = {symbol: first for symbol, (first, *_) in sources.items() if first.name.endswith(".item()")}
         self._asked = [] if env is None else [one.expr for one in env.guards if one.expr.free_symbols & read.keys()]
         used = set().union(*(one.free_symbols for one in self._asked)) & read.keys()
-        self._names = {symbol: name_of(read[symbol]) for symbol in sorted(used, key=str)}
+        self._names = {symbol: read[symbol].name for symbol in sorted(used, key=str)}
         text = "".join(f"{name}, " for name in self._names.values())
         self._read: Callable[[], tuple[Any, ...]] = eval(f"lambda: ({text})", dict(scope or {})) if used else tuple
         self._held: tuple[Any, ...] = ()  # values for which all holds
@@ -74,20 +74,20 @@ class Closed:
         self,
         closed: Mapping[str, tuple[torch.Tensor, Any]],
         scope: Mapping[str, Any],
-        unread: Sequence[str] = (),
-        as_traced: Callable[[], AbstractContextManager[None]] = nullcontext,
+        unread: Sequence[str],
+        as_traced: Callable[[], AbstractContextManager[None]],
     ) -> None:
         self._as_traced = as_traced
         self.tensors = {name: tensor for name, (tensor, _) in closed.items()}
-        self._layouts = {name: _layout(tensor) for name, tensor in self.tensors.items()}
+        self._layouts = {name: layout_of(tensor) for name, tensor in self.tensors.items()}
         self._shared = _shared(list(self.tensors.values()))
         self._places = list(map(_place, self.tensors.values()))
-        self._read = _reading([name_of(source) for _, source in closed.values()], scope)
+        self._read = _reading([source.name for _, source in closed.values()], scope)
         both = zip(unread, _reading(unread, scope)(), strict=True)
         # What stands for the model's own tensors, come to by another name (a weak reference), is watched elsewhere.
         self._unread = [name for name, tensor in both if not isinstance(tensor, FakeTensor)]
         self._look = _reading(self._unread, scope)
-        self._looked = list(map(_layout, self._look()))
+        self._looked = list(map(layout_of, self._look()))
 
     def moved(self) -> Mapping[str, torch.Tensor] | None:
         """Those that are other tensors now, by name; None where the program is not for them."""
@@ -96,7 +96,7 @@ class Closed:
         try:
             with self._as_traced():
                 now = self._read()
-                same = not self._unread or list(map(_layout, self._look())) == self._looked
+                same = not self._unread or list(map(layout_of, self._look())) == self._looked
         except Exception:  # one of the places is gone
             return None
         if not same or not self.numbers.hold():
@@ -113,7 +113,7 @@ class Closed:
         """The first that the program is not for, as Dynamo names it, and what the program relies on of it."""
         try:
             with self._as_traced():
-                now = zip(self._unread, list(map(_layout, self._look())), self._looked, strict=True)
+                now = zip(self._unread, list(map(layout_of, self._look())), self._looked, strict=True)
                 name = self._odd(self._read())
             name = name or next((name for name, layout, was in now if layout != was), None)
         except Exception as error:
@@ -126,7 +126,7 @@ class Closed:
 
     def _odd(self, now: Sequence[Any]) -> str | None:
         names = list(self.tensors)
-        found = [name for name, new in zip(names, now, strict=True) if _layout(new) != self._layouts[name]]
+        found = [name for name, new in zip(names, now, strict=True) if layout_of(new) != self._layouts[name]]
         found += [name for name, one, two in zip(names, _shared(now), self._shared, strict=True) if one != two]
         return found[0] if found else None
 
@@ -140,11 +140,7 @@ def _reading(names: Sequence[str], scope: Mapping[str, Any]) -> Callable[[], tup
     return eval(f"lambda: ({''.join(f'{name}, ' for name in names)})", dict(scope)) if names else tuple
 
 
-def name_of(source: Any) -> str:
-    return source.name() if callable(source.name) else source.name
-
-
-def _layout(tensor: Any) -> tuple[Any, ...]:
+def layout_of(tensor: Any) -> tuple[Any, ...]:
     """What a program depends on of a tensor, but for its values."""
     if not isinstance(tensor, torch.Tensor):
         return (type(tensor),)

@@ -320,8 +320,7 @@ def _without_empty_literals(graph: fx.Graph) -> None:
 
 def _name(node: fx.Node) -> str:
     """Where Dynamo found an input."""
-    source = node._dynamo_source.name  # type: ignore[attr-defined]
-    return source() if callable(source) else source
+    return node._dynamo_source.name  # type: ignore[attr-defined, no-any-return]
 
 
 def _source(node: fx.Node) -> str:

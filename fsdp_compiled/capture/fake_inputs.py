@@ -144,14 +144,16 @@ def _example(mode: FakeTensorMode, tensor: torch.Tensor, sizes: Sizes, hints: Si
     return fake.requires_grad_(tensor.requires_grad)
 
 
+def cast(value: Any, dtype: torch.dtype) -> Any:
+    """With its floating-point tensors in this dtype."""
+    return pytree.tree_map_only(
+        torch.Tensor, lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor, value
+    )
+
+
 @contextlib.contextmanager
 def casting(model: nn.Module, precision: MixedPrecisionPolicy) -> Iterator[None]:
     """Casts what goes into the model and what comes out of it, as FSDP2 does at its root."""
-
-    def cast(value: Any, dtype: torch.dtype) -> Any:
-        return pytree.tree_map_only(
-            torch.Tensor, lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor, value
-        )
 
     handles = []
     if precision.param_dtype is not None and precision.cast_forward_inputs:

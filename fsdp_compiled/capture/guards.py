@@ -49,7 +49,7 @@ import torch
 from torch import nn
 
 from fsdp_compiled.capture.absent_names import AbsentNames, is_empty
-from fsdp_compiled.capture.closure_values import Closed, name_of
+from fsdp_compiled.capture.closure_values import Closed
 from fsdp_compiled.capture.model_tensors import is_wrapped
 from fsdp_compiled.capture.object_identity import EqualValues, KeyOrders, has_equals, has_order, has_text, makes_texts
 from fsdp_compiled.capture.python_answers import SIGNATURE, Answers, Asked
@@ -83,17 +83,9 @@ class Recorder:
     table of parameters changes.
     """
 
-    def __init__(
-        self,
-        root: nn.Module,
-        wrapped: bool = False,
-        taken: bool = False,
-        failed: set[str] | None = None,
-        answers: Answers | None = None,
-    ) -> None:
-        self.root, self.wrapped, self.taken = root, wrapped, taken
-        self.failed = failed if failed is not None else set()  # what was looked up in vain
-        self.answers = answers if answers is not None else Answers([])
+    def __init__(self, root: nn.Module, wrapped: bool, taken: bool, failed: set[str], answers: Answers) -> None:
+        """``failed``: what was looked up in vain."""
+        self.root, self.wrapped, self.taken, self.failed, self.answers = root, wrapped, taken, failed, answers
         self._met: dict[str, Any] = {}  # of blocks that were not walked through, what else guards look at
         self.values: dict[str, Any] = {}  # what guards look at, by Dynamo's name
         self.empty: list[dict[Any, Any]] = []
@@ -192,7 +184,7 @@ class Recorder:
             self.answers.of([*self._met.values(), *self.values.values()], self.code),
         )
         found = Guards(entry, scope, hooks, methods, unseen, self._alive, self.wrapped)
-        answered = {name_of(source) for _, source in closed.values()}
+        answered = {source.name for _, source in closed.values()}
         unread = [name for name in self._tensors if name not in answered and not is_own(name)]
         unread = [name for name in unread if not (any(map(name.count, SIGNATURE)) or self._is_wrapped(name))]
         found.closed = Closed(closed, found.scope, unread, found.as_traced)

@@ -133,12 +133,12 @@ class Mutations:
         self.scopes = {"L": output.local_scope, "G": output.global_scope}
         objects = {id(kept): kept for kept in effects.keepalive}
         context = TracingContext.try_get()
-        self.guards = {_text(guard.name) for guard in context.guards_context.dynamo_guards} if context else set()
+        self.guards = {guard.name for guard in context.guards_context.dynamo_guards} if context else set()
         self.objects: list[Changed] = []
         for key, variable in effects.id_to_variable.items():
             existing = isinstance(variable.mutation_type, AttributeMutationExisting | ValueMutationExisting)
             if existing and effects.is_modified(variable) and variable.source is not None:
-                source = _text(variable.source.name)
+                source = variable.source.name
                 if not source.startswith(OWN):
                     self._remember(objects[key], source, tuple(effects.store_attr_mutations.get(variable, {})))
 
@@ -267,10 +267,6 @@ def shown(source: str) -> str:
     text = re.sub(r"G\['([^']+)'\]", r"\1", text).replace("L['objective']", "objective")
     text = re.sub(r"\.__closure__\[\d+\]\.cell_contents", "'s variable", text)
     return text.replace("objective.model.", "").removeprefix("objective.")
-
-
-def _text(name: Any) -> str:
-    return name() if callable(name) else name  # what was a method in older versions
 
 
 def _layout(tensor: torch.Tensor) -> str:

@@ -33,6 +33,7 @@ from collections import OrderedDict
 from collections.abc import Iterable, Iterator
 from types import CodeType
 from typing import Any
+from unittest import mock
 
 from torch import nn
 
@@ -75,13 +76,11 @@ def asked_again() -> Iterator[None]:
                     install_guard(of_cell.make_guard(guard))
         return bind(self, parent, *given)
 
-    setattr(builder, name, make_dupe_guard)
-    UserFunctionVariable.bind_args = bind_args
-    try:
+    with (
+        mock.patch.object(builder, name, make_dupe_guard),
+        mock.patch.object(UserFunctionVariable, "bind_args", bind_args),
+    ):
         yield
-    finally:
-        UserFunctionVariable.bind_args = bind
-        setattr(builder, name, dupe)
 
 
 def has_order(value: Any, guard_type: str) -> bool:
@@ -104,11 +103,8 @@ def asked_of_lists() -> Iterator[None]:
                 parent.output.guard_on_key_order.add(one.source)
         return call(self, parent, name, args, kwargs)
 
-    CommonListMethodsVariable.call_method = call_method
-    try:
+    with mock.patch.object(CommonListMethodsVariable, "call_method", call_method):
         yield
-    finally:
-        CommonListMethodsVariable.call_method = call
 
 
 class KeyOrders:

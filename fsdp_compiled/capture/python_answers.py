@@ -21,12 +21,12 @@ import sys
 import threading
 import types
 from collections.abc import Callable, Collection, Iterator, Mapping
+from functools import partial
 from typing import Any
 from unittest.mock import patch
 
 import torch
 
-from fsdp_compiled.capture.closure_values import name_of
 from fsdp_compiled.capture.unknown_reads import refuse
 from fsdp_compiled.torch_private.dynamo import (
     AttrSource,
@@ -63,7 +63,7 @@ class Answers:
             return
         if any(isinstance(_value(one), GUARDED) for one in (left, right)):
             return
-        first, second = map(name_of, sources)
+        first, second = (source.name for source in sources)
         if first != second and not any(given in f"{first} {second}" for given in SIGNATURE):
             self.two[f"{first} is {second}"] = first
 
@@ -168,9 +168,10 @@ def noted(answers: Answers) -> Iterator[None]:
     def call_method(self: Any, tx: Any, name: str, args: Any, kwargs: Any) -> Any:
         if threading.get_ident() != thread or name not in ASKED:
             return method(self, tx, name, args, kwargs)
-        ask = _bound(getattr(self.value, name), [one.as_python_constant() for one in args], {})
+        given = [one.as_python_constant() for one in args]
+        ask = partial(getattr(self.value, name), *given)
         answer = ask()
-        answers.calls[f"logging.getLogger({self.value.name!r}).{name}()"] = ask, answer
+        answers.calls[f"logging.getLogger({self.value.name!r}).{name}({', '.join(map(repr, given))})"] = ask, answer
         return ConstantVariable.create(answer)
 
     def python_type(self: Any) -> Any:
@@ -191,10 +192,6 @@ def noted(answers: Answers) -> Iterator[None]:
         yield
 
 
-def _bound(function: Any, args: Any, kwargs: Any) -> Callable[[], Any]:
-    return lambda: function(*args, **kwargs)
-
-
 def _of_cache(answers: Answers, tx: Any, wrapper: Any, args: Any, kwargs: Any) -> Any:
     """What a function under `lru_cache` returns: it is called, as eager PyTorch calls it."""
     name = wrapper.__qualname__
@@ -206,7 +203,7 @@ def _of_cache(answers: Answers, tx: Any, wrapper: Any, args: Any, kwargs: Any) -
             f"{name} is under functools.lru_cache, and is called with an object: what it keeps for that object is not "
             "known when a program is traced. Call it with numbers and texts, or keep its result in a buffer."
         )
-    ask = _bound(wrapper, given, named)
+    ask = partial(wrapper, *given, **named)
     before = torch.get_rng_state()
     value = ask()
     if not torch.equal(before, torch.get_rng_state()):
@@ -214,7 +211,8 @@ def _of_cache(answers: Answers, tx: Any, wrapper: Any, args: Any, kwargs: Any) -
             f"{name} is under functools.lru_cache, and draws random numbers, which eager PyTorch does once: a program "
             "would draw them at every call. Call it once before, or keep its result in a buffer."
         )
-    answers.calls[f"{name}({', '.join(map(repr, given))})"] = ask, value
+    said = ", ".join([*map(repr, given), *(f"{key}={one!r}" for key, one in named.items())])
+    answers.calls[f"{wrapper.__module__}.{name}({said})"] = ask, value
     if isinstance(value, GUARDED) and not isinstance(value, enum.Enum | type | types.ModuleType | types.FunctionType):
         return VariableTracker.build(tx, value)
     place = next((place for place, one in enumerate(answers.cached) if one is value), len(answers.cached))

@@ -16,6 +16,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterable, Iterator
 from typing import Literal
+from unittest import mock
 
 import torch
 import torch.nn.functional as F
@@ -113,12 +114,9 @@ def _attend(
 @contextlib.contextmanager
 def along_sequences(axes: Axes) -> Iterator[None]:
     """Inside, SequenceAttention gathers keys and values along these axes."""
-    before = SequenceAttention.forward
-    SequenceAttention.forward = lambda module, q, k, v, positions: _attend(module, q, k, v, positions, axes)  # type: ignore[method-assign, assignment]
-    try:
+    forward = lambda module, q, k, v, positions: _attend(module, q, k, v, positions, axes)  # noqa: E731
+    with mock.patch.object(SequenceAttention, "forward", forward):
         yield
-    finally:
-        SequenceAttention.forward = before  # type: ignore[method-assign]
 
 
 def check_attention(modules: Iterable[tuple[str, nn.Module]], policy: Policy) -> None:

@@ -105,7 +105,7 @@ class SideEffects:
     def refusal(self, what: str = "") -> str:
         """Why this cannot be, with the cure."""
         names = [str(entry) for entry in self.rest if entry.read] or list(self.state)
-        what = what or f"reads and changes {_some(names)}"
+        what = what or f"reads and changes {some(names)}"
         return (
             f"Forward {what} and so may compute something else at the next call. A program is traced once: its Python "
             "code does not run again. Make what changes from call to call a buffer (register_buffer) and compute with "
@@ -136,7 +136,7 @@ def tell_batch(model: nn.Module, changed: Sequence[str]) -> None:
     """Names the containers of the batch that the code changes, once for each model."""
     _say(
         model,
-        f"forward changes {_some(changed)} of the batch, which a program does not: your own list or dictionary holds "
+        f"forward changes {some(changed)} of the batch, which a program does not: your own list or dictionary holds "
         "what it held. Change it before the call, or a copy of it in forward; return as aux what is to be seen",
     )
 
@@ -160,7 +160,7 @@ def _loaded(code: Iterable[types.CodeType]) -> set[Any]:
 def unread_results(names: Sequence[str]) -> str:
     """Why what a call of the model leaves there cannot be, where a loop of the user's goes on with it."""
     return (
-        f"Forward leaves tensors in {_some(names)}, where your loop would find what was there before: a program gives "
+        f"Forward leaves tensors in {some(names)}, where your loop would find what was there before: a program gives "
         "what forward returns. Return them, as (output, losses); or, without gradients, call the model inside of "
         "`with model.gathered():`, where its own code runs."
     )
@@ -177,5 +177,5 @@ def _all_in(entry: Entry, tables: Collection[int]) -> bool:
     return all(id(leaf) in tables or isinstance(leaf, PLAIN) for leaf in pytree.tree_leaves(entry.new))
 
 
-def _some(names: Sequence[str]) -> str:
+def some(names: Sequence[str]) -> str:
     return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")

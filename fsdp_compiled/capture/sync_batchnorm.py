@@ -20,6 +20,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -94,12 +95,8 @@ def _normalise(norm: nn.SyncBatchNorm, x: torch.Tensor, axes: Axes) -> torch.Ten
 @contextlib.contextmanager
 def synchronised(axes: Axes) -> Iterator[None]:
     """Inside, SyncBatchNorm modules normalise over the ranks along these axes."""
-    before = nn.SyncBatchNorm.forward
-    nn.SyncBatchNorm.forward = lambda norm, x: _normalise(norm, x, axes)
-    try:
+    with mock.patch.object(nn.SyncBatchNorm, "forward", lambda norm, x: _normalise(norm, x, axes)):
         yield
-    finally:
-        nn.SyncBatchNorm.forward = before
 
 
 def check_norms(modules: Iterable[tuple[str, nn.Module]], policy: Policy) -> None:

@@ -34,6 +34,7 @@ import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
+from unittest import mock
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -164,16 +165,10 @@ def loss_parallel() -> Iterator[None]:
         yield
         return
     table: dict[Any, Handler] = handlers()
-    before = dict(table)
-    switches = losses._enable_custom_loss_ops, losses._disable_custom_loss_ops
-    losses._enable_custom_loss_ops = losses._disable_custom_loss_ops = _nothing
-    table.update({operator: _where_cut(operator, handler, table) for operator, handler in _handlers().items()})
-    try:
+    cut = {operator: _where_cut(operator, handler, table) for operator, handler in _handlers().items()}
+    off = mock.patch.multiple(losses, _enable_custom_loss_ops=_nothing, _disable_custom_loss_ops=_nothing)
+    with off, mock.patch.dict(table, cut):
         yield
-    finally:
-        losses._enable_custom_loss_ops, losses._disable_custom_loss_ops = switches
-        table.clear()
-        table.update(before)
 
 
 def _nothing() -> None:

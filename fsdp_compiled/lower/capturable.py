@@ -101,7 +101,7 @@ def obstacles(
     may be part of a graph.
     """
     found = [*_inputs(program, device)]
-    for axis in dict.fromkeys(str(node.args[-1]) for node in program.graph.nodes if _is_collective(node)):
+    for axis in dict.fromkeys(str(node.args[-1]) for node in program.graph.nodes if is_collective(node)):
         if backends.get(axis, "no") not in capturable:
             found.append(
                 f"collectives along {axis!r} go through {backends.get(axis, 'no')}, on the host. Start the process "
@@ -109,8 +109,8 @@ def obstacles(
             )
     for node in program.graph.nodes:
         if node.op == "call_function":
-            for reason in _reasons(node, device):
-                found.append(f"{_place(node)}: {reason}")
+            reason = next((reason for applies, reason in RULES if applies(node, device)), None)
+            found += [f"{_place(node)}: {reason}"] if reason is not None else []
     return found
 
 
@@ -134,17 +134,6 @@ def _inputs(program: Program, device: torch.device) -> Iterator[str]:
                 f"{port} is on the {value.device.type}, and would be copied while the graph is made. Move it to the "
                 "model's device, or make it a buffer of the model (register_buffer)."
             )
-
-
-def _is_collective(node: fx.Node) -> bool:
-    return node.op == "call_function" and is_collective(node)
-
-
-def _reasons(node: fx.Node, device: torch.device) -> Iterator[str]:
-    for applies, reason in RULES:
-        if applies(node, device):
-            yield reason
-            return
 
 
 def _reads(node: fx.Node, _: torch.device) -> bool:
@@ -172,11 +161,9 @@ def _elsewhere(node: fx.Node, device: torch.device) -> bool:
 
 def _own_generator(node: fx.Node, _: torch.device) -> bool:
     given = pytree.tree_leaves((node.args, dict(node.kwargs)))
-    return is_random(node) and (node.kwargs.get("generator") is not None or any(map(_is_generator, given)))
-
-
-def _is_generator(value: Any) -> bool:
-    return isinstance(value, torch.Generator)
+    return is_random(node) and (
+        node.kwargs.get("generator") is not None or any(isinstance(one, torch.Generator) for one in given)
+    )
 
 
 def _saves_random_state(node: fx.Node, _: torch.device) -> bool:

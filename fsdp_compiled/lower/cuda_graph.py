@@ -108,7 +108,7 @@ class Replays:
         if self.device is None:
             return ""
         found = obstacles(program, device, backends, self.device.capturable)
-        if obstacle := self.device.obstacle(_communicates(program)):
+        if obstacle := self.device.obstacle(any(map(is_collective, program.graph.nodes))):
             found.append(obstacle)
         if found and self.wanted is True:
             raise ValueError(
@@ -122,7 +122,12 @@ class Replays:
         replay = Replay(self, runner, inputs, label, everywhere)
         if not self._replays:
             # Before Python ends, and before process groups do: the end of one waits for the graphs that use it.
-            close = _Weakly(self)
+            known = weakref.WeakMethod(self.close)
+
+            def close() -> None:
+                if (end := known()) is not None:
+                    end()
+
             atexit.register(close)
             before_end(close)
         self._replays.add(replay)
@@ -151,25 +156,9 @@ class Replays:
             self.device.release()
 
 
-class _Weakly:
-    """Closes the graphs if they are still there."""
-
-    def __init__(self, replays: Replays) -> None:
-        self._replays = weakref.ref(replays)
-
-    def __call__(self) -> None:
-        replays = self._replays()
-        if replays is not None:
-            replays.close()
-
-
 def _copies(results: Sequence[Any]) -> list[Any]:
     """What the next launch does not write over."""
     return [result.clone() if isinstance(result, torch.Tensor) else result for result in results]
-
-
-def _communicates(program: Program) -> bool:
-    return any(node.op == "call_function" and is_collective(node) for node in program.graph.nodes)
 
 
 class Replay:

@@ -240,9 +240,6 @@ def _expand(module: fx.GraphModule) -> fx.GraphModule:
         return make_fx(module)(*examples)
 
 
-log = logging.getLogger("fsdp_compiled")
-
-
 @functools.cache  # once in a process
 def warm_up() -> threading.Thread | None:
     """Starts the thread where all of this is to be done, by this rank."""

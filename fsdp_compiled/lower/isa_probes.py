@@ -25,6 +25,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 
@@ -70,11 +71,8 @@ def remembered(folder: Path | None) -> Iterator[None]:
         return
     with REPLACING:
         check = VecISA.check_build
-        VecISA.check_build = asked  # type: ignore[method-assign]
-        try:
+        with mock.patch.object(VecISA, "check_build", asked):
             yield
-        finally:
-            VecISA.check_build = check  # type: ignore[method-assign]
 
 
 def _contains(one: type[VecISA], other: type[VecISA]) -> bool:
@@ -86,13 +84,8 @@ def _contains(one: type[VecISA], other: type[VecISA]) -> bool:
 @contextmanager
 def without_headers() -> Iterator[None]:
     """Inside, libraries are loaded, or compiled without a header that was compiled before; for the whole process."""
-    with REPLACING:
-        before = codecache._precompile_header
-        codecache._precompile_header = lambda *_, **__: ""  # type: ignore[assignment]
-        try:
-            yield
-        finally:
-            codecache._precompile_header = before
+    with REPLACING, mock.patch.object(codecache, "_precompile_header", lambda *_, **__: ""):
+        yield
 
 
 @contextmanager
@@ -112,8 +105,5 @@ def with_found_headers() -> Iterator[None]:
                 codecache._worker_compile_cpp = build
             return place if Path(f"{place}.gch").exists() else ""
 
-        codecache._precompile_header = find  # type: ignore[assignment]
-        try:
+        with mock.patch.object(codecache, "_precompile_header", find):
             yield
-        finally:
-            codecache._precompile_header = before

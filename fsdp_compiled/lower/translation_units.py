@@ -26,6 +26,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
+from unittest import mock
 
 from fsdp_compiled.capture import disk_cache
 from fsdp_compiled.lower.isa_probes import REPLACING, with_found_headers, without_headers
@@ -93,11 +94,8 @@ def compile_together(folder: Path | None) -> Iterator[None]:
 
     with REPLACING:
         plain = AsyncCompile.cpp_pybinding
-        AsyncCompile.cpp_pybinding = put_off  # type: ignore[method-assign]
-        try:
+        with mock.patch.object(AsyncCompile, "cpp_pybinding", put_off):
             yield
-        finally:
-            AsyncCompile.cpp_pybinding = plain  # type: ignore[method-assign]
         if kernels:
             _compile(kernels, folder)
             _put_in_place(kernels)

@@ -16,6 +16,7 @@ import random
 import sys
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from operator import is_
 from typing import Any
 
 import torch
@@ -280,5 +281,7 @@ def _filled(cell: Any) -> bool:
 def _same(box: Any, copy: Any) -> bool:
     """Whether a container holds the same objects, in the same order, as it did."""
     mine, others = [[*one.items()] if isinstance(one, dict) else [*one] for one in (box, copy)]
-    flat = [[part for item in one for part in (item if isinstance(item, tuple) else (item,))] for one in (mine, others)]
-    return len(mine) == len(others) and len(flat[0]) == len(flat[1]) and all(a is b for a, b in zip(*flat, strict=True))
+    pairs = [[item if isinstance(item, tuple) else (item,) for item in one] for one in (mine, others)]
+    return len(mine) == len(others) and all(
+        len(one) == len(two) and all(map(is_, one, two)) for one, two in zip(*pairs, strict=True)
+    )

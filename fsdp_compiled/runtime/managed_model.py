@@ -24,7 +24,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from fsdp_compiled.capture.model_tensors import named_parameters
+from fsdp_compiled.capture.model_tensors import named_parameters, put_back
 from fsdp_compiled.optim.given_optimizer import members
 from fsdp_compiled.runtime.autograd_hooks import backward_hooks, check_module_hooks
 from fsdp_compiled.runtime.parameters.gathered_call import register
@@ -251,17 +251,11 @@ def _entries(named: Iterable[tuple[str, nn.Module]]) -> dict[str, nn.Parameter |
 @contextmanager
 def holding(model: nn.Module, instead: Mapping[int, torch.Tensor]) -> Iterator[None]:
     """Inside, the model holds other tensors in the place of those parameters and buffers, by ``id``."""
-    changed: list[tuple[dict[str, Any], dict[str, Any]]] = []
-    for module in model.modules():
-        for table in (module._parameters, module._buffers):
-            before = {name: tensor for name, tensor in table.items() if id(tensor) in instead}
-            table.update({name: instead[id(tensor)] for name, tensor in before.items()})
-            changed.append((table, before))
-    try:
+    with put_back(model):
+        for module in model.modules():
+            for table in (module._parameters, module._buffers):
+                table.update({name: instead[id(one)] for name, one in table.items() if id(one) in instead})
         yield
-    finally:
-        for table, before in changed:
-            table.update(before)
 
 
 def _refuse_assigning(model: nn.Module) -> None:

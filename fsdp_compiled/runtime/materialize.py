@@ -26,16 +26,11 @@ def check_initializable(modules: Modules, init: Initializer | None) -> None:
     if init is not None:
         return
     for name, module in modules:
-        own = [*module._parameters.values(), *module._buffers.values()]
-        if any(tensor is not None and tensor.is_meta for tensor in own) and not callable(
-            getattr(module, "reset_parameters", None)
-        ):
-            tensors = [
-                key for key, tensor in [*module._parameters.items(), *module._buffers.items()] if tensor is not None
-            ]
+        own = {key: one for key, one in {**module._parameters, **module._buffers}.items() if one is not None}
+        if any(one.is_meta for one in own.values()) and not callable(getattr(module, "reset_parameters", None)):
             raise ValueError(
                 f"{name or 'the model'} ({type(module).__name__}) is on the meta device and has no reset_parameters() "
-                f"to fill {', '.join(tensors)}. Pass init=, a function that fills the parameters and buffers of the "
+                f"to fill {', '.join(own)}. Pass init=, a function that fills the parameters and buffers of the "
                 "module it is given."
             )
 

@@ -12,11 +12,13 @@ from functools import wraps
 from threading import current_thread
 from typing import Any, TypeVar, cast
 
+from fsdp_compiled.capture.global_modes import untraced
+
 F = TypeVar("F", bound=Callable[..., Any])
 
 
 def one_thread(method: F) -> F:
-    """Raises ``RuntimeError`` where another thread is in such a call of the same object.
+    """Raises ``RuntimeError`` where another thread is in such a call of the same object. The call is not traced.
 
     ``self.calling``, an ``RLock``, is held meanwhile: the thread that has it may make calls inside of calls.
     """
@@ -34,4 +36,4 @@ def one_thread(method: F) -> F:
         finally:
             self.calling.release()
 
-    return cast(F, run)
+    return cast(F, untraced(run))

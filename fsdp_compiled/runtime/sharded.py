@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from fsdp_compiled.analysis.memory import Memory
-from fsdp_compiled.capture.global_modes import outside_modes, untraced
+from fsdp_compiled.capture.global_modes import outside_modes
 from fsdp_compiled.distributed.uneven_inputs import Announced, Joined
 from fsdp_compiled.ir.program import Port, Program
 from fsdp_compiled.report import dump
@@ -33,7 +33,6 @@ class Sharded(ShardedCheckpoints):
     taken over, for their modes, buffers and rates.
     """
 
-    @untraced
     @one_thread
     def step(self, *batch: Any, **named: Any) -> Any:
         """One optimizer step on this rank's batch.
@@ -45,7 +44,6 @@ class Sharded(ShardedCheckpoints):
         result, self._state = self._run_step(self._state, batch, named)
         return result
 
-    @untraced
     @one_thread
     def synchronize(self) -> None:
         """Exchanges between sites now, of the steps since the last exchange, as at the end of a run; see
@@ -62,7 +60,6 @@ class Sharded(ShardedCheckpoints):
             with self._meeting(f"exchange after 0 local steps{self._hyperparameters}"):
                 pass
 
-    @untraced
     @one_thread
     def accumulate(self, *batch: Any, **named: Any) -> Any:
         """Adds one microbatch's gradient, without an update; the next `step` uses the mean over all of them.
@@ -75,7 +72,6 @@ class Sharded(ShardedCheckpoints):
         compiled, outputs = self._run("accumulate", self._state, batch, named)
         return compiled.capture.rebuild(outputs)
 
-    @untraced
     @one_thread
     def apply(self, state: State, *batch: Any, **named: Any) -> tuple[State, Any]:
         """The functional form of `step`: ``(state, loss)``; consumes the state it is given. Collective.
@@ -96,7 +92,6 @@ class Sharded(ShardedCheckpoints):
         wait_for_host_memory(self.plan)
         return new, result
 
-    @untraced
     @one_thread
     def value_and_grad(self, *batch: Any, **named: Any) -> tuple[Any, dict[str, torch.Tensor]]:
         """``(loss, gradients)``, and nothing is updated but module buffers and the random state. Collective.
@@ -118,7 +113,6 @@ class Sharded(ShardedCheckpoints):
         self._taken.leave_gradients(flats, compiled.idle)
         return compiled.capture.rebuild(outputs), gradients
 
-    @untraced
     @one_thread
     def __call__(self, *inputs: Any, **named: Any) -> Any:
         """Forward with gathered parameters and without gradient, in train or eval mode as the model is. Collective."""
@@ -220,7 +214,7 @@ class Sharded(ShardedCheckpoints):
     def state(self) -> State:
         """This rank's state, to be handed to `apply`."""
         wait_for_host_memory(self.plan)
-        take(self._programs.replaced_buffers(), self._state.buffers)
+        take(self._programs.module_buffers.replaced(), self._state.buffers)
         return self._state
 
     @property
@@ -284,14 +278,12 @@ class Sharded(ShardedCheckpoints):
     def __repr__(self) -> str:
         return f"Sharded({type(self.model).__name__})\n{self.plan}"
 
-    @untraced
     @one_thread
     def _gather_all(self) -> list[torch.Tensor]:
         with self._refusing():
-            if self._joined is not None:
-                raise RuntimeError("gathered inside join: the other ranks may still train. Call it after the block.")
+            self._outside_join("gathered")
             self._taken.check()
-            take(self._programs.replaced_buffers(), self._state.buffers)
+            take(self._programs.module_buffers.replaced(), self._state.buffers)
         with self._meeting("gathered"), outside_modes():
             return wholes_of(self.model)
 

@@ -106,7 +106,8 @@ class ShardedCalls:
                 self._exchange_sites(self._local, state)
             self._local.step_begins(state)
         compiled, outputs = self._run("last" if state.sums else "step", state, batch, named)
-        self._row.end()
+        if state is self._state:
+            self._row.end()
         self._norm = outputs.get(NORM)
         result = compiled.capture.rebuild(outputs), state.consume()
         if self._local is not None:

@@ -8,7 +8,7 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, get_args
 
-from fsdp_compiled.capture.global_modes import outside_modes, untraced
+from fsdp_compiled.capture.global_modes import outside_modes
 from fsdp_compiled.distributed.lockstep import lockstep
 from fsdp_compiled.runtime.checkpoint import dcp, hugging_face, whole
 from fsdp_compiled.runtime.checkpoint.checkpoints import Busy, check_wish, path
@@ -23,22 +23,19 @@ from fsdp_compiled.runtime.sharded_calls import ShardedCalls
 class ShardedCheckpoints(ShardedCalls):
     """Saving and loading."""
 
-    @untraced
     @one_thread
     def full_state_dict(self) -> dict[str, Any]:
         """The ordinary ``model.state_dict()``, on the CPU of rank 0; empty on the other ranks. Collective."""
         state = self._state
-        if self._joined is not None:
-            raise RuntimeError("full_state_dict inside join: the other ranks may still train. Call it after the block.")
         with self._refusing():
+            self._outside_join("full_state_dict")
             self._as_one("full_state_dict")
             self._taken.check()
-            take(self._programs.replaced_buffers(), state.buffers, self._state.buffers)
+            take(self._programs.module_buffers.replaced(), state.buffers, self._state.buffers)
         with self._meeting("full_state_dict"), outside_modes():
             work = full_state_dict(self.model, self.plan, self._mesh, state.parameters, state.buffers)
             return lockstep(self._mesh, "What full_state_dict collects", work)
 
-    @untraced
     @one_thread
     def save(
         self,
@@ -80,7 +77,6 @@ class ShardedCheckpoints(ShardedCalls):
             future.result()
         return future
 
-    @untraced
     @one_thread
     def load(
         self,
@@ -101,8 +97,7 @@ class ShardedCheckpoints(ShardedCalls):
             if step is not None and (not isinstance(step, int) or isinstance(step, bool) or step < 0):
                 raise ValueError(f"step is {step!r}; expected a whole number, or None for the newest checkpoint.")
             place, given = path(folder), check_extra(extra, load=True)
-            if self._joined is not None:
-                raise RuntimeError("load inside join: the other ranks may still train. Call it after the block.")
+            self._outside_join("load")
             self._checkpoints.wait()
             trained = self._trained("load")
         label = f"load from {place}, step {step}, strict={bool(strict)}, extra {list(given)}"
@@ -114,7 +109,6 @@ class ShardedCheckpoints(ShardedCalls):
             self._calls.reopen()
         return found
 
-    @untraced
     @one_thread
     def export(self, folder: str | Path) -> None:
         """Writes the weights in the layout of Hugging Face, for ``from_pretrained(folder)``. Collective.
@@ -130,7 +124,6 @@ class ShardedCheckpoints(ShardedCalls):
             work = hugging_face.export(place, self.model, trained, self._mesh)
             self._checkpoints.run(trained, "What export writes", work)
 
-    @untraced
     @one_thread
     def import_weights(self, folder: str | Path, strict: bool = True) -> None:
         """Loads weights in the layout of Hugging Face, cast to the parameters' dtypes. Collective.
@@ -147,7 +140,6 @@ class ShardedCheckpoints(ShardedCalls):
         if self._local is not None:
             self._local.steps = 0  # what was loaded is where the sites begin
 
-    @untraced
     @one_thread
     def load_full_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Loads an ordinary ``model.state_dict()``, that of rank 0; others may give ``{}``. Collective.
@@ -162,18 +154,17 @@ class ShardedCheckpoints(ShardedCalls):
         if self._local is not None:
             self._local.steps = 0  # what was loaded is where the sites begin
 
-    @untraced
     @one_thread
     def full_optimizer_state_dict(self) -> dict[str, Any]:
         """The ordinary ``optimizer.state_dict()``, on the CPU of rank 0; empty on the other ranks. Collective."""
         with self._refusing():
             self._need_optimizer("full_optimizer_state_dict")
+            self._of_all_sites("full_optimizer_state_dict")
             trained = self._trained("full_optimizer_state_dict")
         with self._meeting("full_optimizer_state_dict"), outside_modes():
             work = whole.optimizer_state_dict(trained, self._mesh)
             return self._checkpoints.run(trained, "What full_optimizer_state_dict collects", work)
 
-    @untraced
     @one_thread
     def load_full_optimizer_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Loads an ordinary ``optimizer.state_dict()``, that of rank 0; others may give ``{}``. Collective.
@@ -182,12 +173,12 @@ class ShardedCheckpoints(ShardedCalls):
         """
         with self._refusing():
             self._need_optimizer("load_full_optimizer_state_dict")
+            self._of_all_sites("load_full_optimizer_state_dict")
             trained = self._trained("load_full_optimizer_state_dict")
         with self._meeting("load_full_optimizer_state_dict"), outside_modes():
             work = whole.load_optimizer(state_dict, trained, self._mesh)
             self._checkpoints.run(trained, "What load_full_optimizer_state_dict is given", work)()
 
-    @untraced
     @one_thread
     def state_dict(self) -> dict[str, Any]:
         """For `torch.distributed.checkpoint`: ``dcp.save({"app": sharded})``, or ``async_save``. Collective.
@@ -205,7 +196,6 @@ class ShardedCheckpoints(ShardedCalls):
         with self._meeting("state_dict"), outside_modes():
             return self._checkpoints.state_dict(trained)
 
-    @untraced
     @one_thread
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Takes what `state_dict` returned and DCP filled, or one like it with whole tensors. Collective.
@@ -220,10 +210,13 @@ class ShardedCheckpoints(ShardedCalls):
             self._checkpoints.run(trained, "What load_state_dict is given", work)()
         self._row.end()
 
-    def _between_steps(self, call: str) -> None:
-        """Raises for a call that is possible only between steps."""
+    def _outside_join(self, call: str) -> None:
         if self._joined is not None:
             raise RuntimeError(f"{call} inside join: the other ranks may still train. Call it after the block.")
+
+    def _between_steps(self, call: str) -> None:
+        """Raises for a call that is possible only between steps."""
+        self._outside_join(call)
         if self._row.programs or self._row.failure is not None:
             raise RuntimeError(
                 f"{call} between microbatches: their sums are no part of a checkpoint. Call it after sharded.step."
@@ -240,15 +233,16 @@ class ShardedCheckpoints(ShardedCalls):
     def _of_all_sites(self, call: str) -> None:
         if self._local is not None:
             raise ValueError(
-                f"{call} under Policy.sync_every: sites have an optimizer's state of their own each, for which DCP's "
+                f"{call} under Policy.sync_every: sites have an optimizer's state of their own each, for which this "
                 "layout has no place. Use sharded.save and sharded.load."
             )
 
     def _trained(self, call: str, optimizer: bool = True) -> Trained:
         """What is saved and loaded. ``optimizer``: whether its state is."""
+        self._outside_join(call)
         updates = self._updates if optimizer else ()
         for update in updates:
             update.read(self._state.optimizer)
         self._taken.check()
-        take(self._programs.replaced_buffers(), self._state.buffers)
+        take(self._programs.module_buffers.replaced(), self._state.buffers)
         return Trained(self.plan, self._state, self.optimizer, self._programs.rules, updates, self._local)

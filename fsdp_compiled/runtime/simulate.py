@@ -160,17 +160,11 @@ def simulate(
     Raises ``ValueError`` for what `compile_sharded` would refuse, and where a process group runs already.
     """
     shape = {"shard": mesh_shape} if isinstance(mesh_shape, int) else dict(mesh_shape)
-    cluster, policy = found_cluster(hardware), policy or Policy()
+    if isinstance(hardware, str) and hardware not in HARDWARE:
+        raise ValueError(f"hardware is {hardware!r}; expected a Cluster, or one of {', '.join(HARDWARE)}.")
+    cluster, policy = HARDWARE[hardware] if isinstance(hardware, str) else hardware, policy or Policy()
     with traced(model_fn, loss, batch, shape, cluster, policy, optimizer, cut, units) as step:
         return step.estimate(policy, step.place.shard, step.place.replicate, cluster, microbatches)
-
-
-def found_cluster(hardware: Cluster | str) -> Cluster:
-    if isinstance(hardware, str):
-        if hardware not in HARDWARE:
-            raise ValueError(f"hardware is {hardware!r}; expected a Cluster, or one of {', '.join(HARDWARE)}.")
-        return HARDWARE[hardware]
-    return hardware
 
 
 @dataclass

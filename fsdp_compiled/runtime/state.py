@@ -26,7 +26,7 @@ from torch.utils import _pytree as pytree
 
 from fsdp_compiled.ir.program import Program
 from fsdp_compiled.kernels import host_copies
-from fsdp_compiled.optim.rule import Rule, StateTensor, rule_for
+from fsdp_compiled.optim.rule import Rule, rule_for
 from fsdp_compiled.plan.plan import Plan
 from fsdp_compiled.runtime.param_step_counts import StepCounts
 from fsdp_compiled.runtime.rng import DefaultState
@@ -157,12 +157,12 @@ def optimizer_state(
         for entry in rule.state:
             if entry.scalar:
                 key = f"{rule.key}.{entry.name}"
-                begin = _existing_number(existing_state, rule, entry, plan)
+                begin = existing_state.get(f"group {rule.group}.{entry.name}") if entry.place == "parameter" else None
                 own = [one.key for one in plan.buffers if one.group == rule.group]
                 if entry.name == "undamped" and any(f"{key}.momentum_buffer" in existing_state for key in own):
                     begin = torch.zeros((), dtype=entry.dtype, device=plan.device)
                 found[key] = (
-                    begin.clone()
+                    begin.to(plan.device, entry.dtype, copy=True)
                     if begin is not None
                     else torch.full((), entry.initial, dtype=entry.dtype, device=plan.device)
                 )
@@ -179,14 +179,6 @@ def optimizer_state(
                         existing_state[key].to(dtype) if key in existing_state else to_state_device(start, plan)
                     )
     return found
-
-
-def _existing_number(
-    existing_state: Mapping[str, torch.Tensor], rule: Rule, entry: StateTensor, plan: Plan
-) -> torch.Tensor | None:
-    """A number that the optimizer brought along; all rules of a group start from the same."""
-    found = existing_state.get(f"group {rule.group}.{entry.name}") if entry.place == "parameter" else None
-    return found.to(plan.device, entry.dtype) if found is not None else None
 
 
 version = attrgetter("_version")

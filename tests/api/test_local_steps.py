@@ -55,7 +55,8 @@ def test_between_exchanges_weights_are_the_site_s_and_are_not_given_away(two: li
     for found in (one["between"] for one in two):
         for call in ("full_state_dict", "export"):
             assert f"{call} between exchanges" in found[call] and "sharded.synchronize()" in found[call]
-        for call in ("state_dict", "load_state_dict", "apply"):
+        optimizer = ("full_optimizer_state_dict", "load_full_optimizer_state_dict")
+        for call in ("state_dict", "load_state_dict", *optimizer, "apply"):
             assert f"{call} under Policy.sync_every" in found[call]
         assert found["gathered"] and found["sites differ"] and all(found["anchor"].values())
 

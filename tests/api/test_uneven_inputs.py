@@ -71,6 +71,12 @@ def test_join_on_one_process_changes_nothing_and_needs_weights() -> None:
         sharded.step(*batches(1)[0])
         with pytest.raises(RuntimeError, match="join inside join"), sharded.join():
             pass
-        with pytest.raises(RuntimeError, match="after the block"):
-            sharded.full_state_dict()
+        for call in (
+            sharded.full_state_dict, sharded.full_optimizer_state_dict, sharded.state_dict,
+            lambda: sharded.load_full_state_dict({}), lambda: sharded.load_full_optimizer_state_dict({}),
+            lambda: sharded.load_state_dict({}), lambda: sharded.save("somewhere"), lambda: sharded.load("somewhere"),
+            lambda: sharded.export("somewhere"), lambda: sharded.import_weights("somewhere"),
+        ):  # fmt: skip
+            with pytest.raises(RuntimeError, match=r"inside join: the other ranks may still train\. Call it after"):
+                call()
     assert ended.shadowed == 0 and int(sharded.state.step) == 1

@@ -31,6 +31,11 @@ class Kind(abc.ABC):  # noqa: B024, nothing is abstract in it
 
 
 @functools.lru_cache
+def looked_up_by(kind: str) -> float:
+    return TABLE["factor"] if kind == "first" else 1.0
+
+
+@functools.lru_cache
 def looked_up() -> float:
     return TABLE["factor"]
 
@@ -107,6 +112,15 @@ WAYS: dict[str, tuple[Callable[[Net], Any], Callable[[Net], None]]] = {
     "a cached table": (lambda net: ramp(4), lambda net: TABLE.update(factor=2.0)),
     "a cached table, cleared": (lambda net: ramp(4), cleared(ramp)),
     "a logger": (lambda net: 2.0 if LOG.isEnabledFor(logging.DEBUG) else 1.0, lambda net: LOG.setLevel(logging.DEBUG)),
+    "a logger, asked twice": (
+        lambda net: 2.0 if LOG.isEnabledFor(logging.DEBUG) and LOG.isEnabledFor(logging.ERROR) else 1.0
+        if LOG.isEnabledFor(logging.ERROR) else 0.0,
+        lambda net: LOG.setLevel(logging.DEBUG),
+    ),
+    "a cached number by two names": (
+        lambda net: looked_up_by(kind="first") + looked_up_by(kind="other"),
+        lambda net: (TABLE.update(factor=2.0), looked_up_by.cache_clear()),
+    ),
     "a level": (lambda net: float(LOG.getEffectiveLevel()), lambda net: LOG.setLevel(logging.DEBUG)),
     "isinstance": (lambda net: 2.0 if isinstance(net.first, Kind) else 1.0, registered),
     "issubclass": (lambda net: 2.0 if issubclass(Part, Kind) else 1.0, registered),
@@ -120,6 +134,7 @@ def forget() -> None:
     Kind = abc.ABCMeta("Kind", (), {})  # type: ignore[misc, assignment]
     TABLE.update(factor=1.0)
     looked_up.cache_clear()
+    looked_up_by.cache_clear()
     ramp.cache_clear()
     LOG.setLevel(logging.WARNING)
     sys.setrecursionlimit(1000)

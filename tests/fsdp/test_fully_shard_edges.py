@@ -242,6 +242,35 @@ def test_what_is_not_supported_is_refused_by_name(what: Callable[[], Any], named
         what()
 
 
+class Gated(nn.Module):
+    """With gates of one element, which no shard holds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.first, self.second = nn.Linear(6, 6), nn.Linear(1, 1, bias=False), nn.Linear(1, 1, bias=False)
+        for gate in (self.first, self.second):
+            nn.init.ones_(gate.weight)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (self.linear(x) * self.first.weight + self.second.weight).square().mean()
+
+
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "replaced"])
+def test_an_equal_parameter_of_one_element_in_the_place_of_another_is_seen(tied: bool) -> None:
+    torch.manual_seed(0)
+    plain = Gated()
+    model = copy.deepcopy(plain)
+    fully_shard(model, ignored_params={model.first.weight, model.second.weight})
+    for one in (plain, model):
+        one(torch.ones(2, 6)).backward()
+        one.zero_grad()
+        one.second.weight = one.first.weight if tied else nn.Parameter(torch.ones(1, 1))
+        one(torch.ones(2, 6)).backward()
+    assert model.second.weight.grad is not None
+    torch.testing.assert_close(model.second.weight.grad, plain.second.weight.grad)
+    torch.testing.assert_close(model.first.weight.grad, plain.first.weight.grad)
+
+
 class How(enum.Enum):
     SUM = 1
     DIFFERENCE = 2

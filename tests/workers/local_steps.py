@@ -242,6 +242,8 @@ def between(case: Case) -> dict[str, Any]:
         "export": told(lambda: sharded.export("/nowhere")),
         "state_dict": told(sharded.state_dict),
         "load_state_dict": told(lambda: sharded.load_state_dict({})),
+        "full_optimizer_state_dict": told(sharded.full_optimizer_state_dict),
+        "load_full_optimizer_state_dict": told(lambda: sharded.load_full_optimizer_state_dict({})),
         "apply": told(lambda: sharded.apply(sharded.state, *two)),
     }
     # Evaluation is with the weights of the site, which differ.

@@ -11,13 +11,14 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import Any
 
 import torch
 from torch import fx, nn
 from torch.utils import _pytree as pytree
 
+from fsdp_compiled.capture.closure_values import layout_of
 from fsdp_compiled.capture.source_lines import path_of
 from fsdp_compiled.ir.program import Port
 
@@ -133,7 +134,7 @@ def _longest(nodes: list[fx.Node], starts: list[int], places: _Places) -> Run | 
     if not runs:  # every second block may be like the next but one, every sixth like the one before the last five
         for stretches, keys, _ in found:
             if (period := _period(keys)) is not None:
-                longer = [_flat(stretches[start : start + period]) for start in range(0, len(stretches), period)]
+                longer = [list(chain(*stretches[start : start + period])) for start in range(0, len(stretches), period)]
                 longer = longer[: len(stretches) // period]
                 runs += _equal(longer, *_described(longer, places), places)
     return max(runs, key=lambda run: len(run.stretches), default=None)
@@ -155,10 +156,6 @@ def _period(keys: list[Keys]) -> int | None:
         if all(one == other for one, other in zip(keys[1:], keys[period + 1 :], strict=False)):
             return period
     return None
-
-
-def _flat(rows: Sequence[Sequence[fx.Node]]) -> list[fx.Node]:
-    return [node for row in rows for node in row]
 
 
 def _equal(stretches: list[list[fx.Node]], keys: list[Keys], own: list[Owned], places: _Places) -> Iterator[Run]:
@@ -256,14 +253,6 @@ def _layouts_of(value: Any) -> Any:
     return layout_of(value) if isinstance(value, torch.Tensor) else pytree.tree_map_only(torch.Tensor, layout_of, value)
 
 
-def layout_of(tensor: torch.Tensor) -> tuple[Any, ...]:
-    strides = tensor.stride() if tensor.layout == torch.strided else None
-    return (
-        type(tensor), tensor.layout, tuple(tensor.shape), strides, tensor.dtype, tensor.device, tensor.requires_grad,
-        tensor.is_conj(), tensor.is_neg(),
-    )  # fmt: skip
-
-
 def _alone(stretches: list[list[fx.Node]], own: list[list[fx.Node]], places: _Places) -> Run | None:
     """The run, if nobody else reads what its stretches have and compute, but for the first's and the last's."""
     where = {node: index for index, stretch in enumerate(stretches) for node in stretch}
@@ -278,14 +267,10 @@ def _alone(stretches: list[list[fx.Node]], own: list[list[fx.Node]], places: _Pl
             if places.kinds[places.index[node]] is None or any(where.get(user) != index for user in node.users):
                 return None
             mine[index].append(places.ports[places.index[node]])
-    before = {node for node in _read(stretches[SECOND]) if node not in where and node not in own[SECOND]}
+    read = chain(*(node.all_input_nodes for node in stretches[SECOND]))
+    before = {node for node in read if node not in where and node not in own[SECOND]}
     before |= {node for node, *others in zip(*own, strict=True) if node in others}
     return Run(stretches, mine, 2 if any(map(_differentiated, before)) else 1)
-
-
-def _read(stretch: Sequence[fx.Node]) -> Iterator[fx.Node]:
-    for node in stretch:
-        yield from node.all_input_nodes
 
 
 def _differentiated(node: fx.Node) -> bool:

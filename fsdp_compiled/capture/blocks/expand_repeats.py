@@ -13,7 +13,8 @@ from torch.utils import _pytree as pytree
 
 from fsdp_compiled.capture.aot import Traced, stem
 from fsdp_compiled.capture.blocks.elided_blocks import Absent
-from fsdp_compiled.capture.blocks.equal_blocks import LATER, SECOND, THIRD, Run, Token, layout_of, texts_of
+from fsdp_compiled.capture.blocks.equal_blocks import LATER, SECOND, THIRD, Run, Token, texts_of
+from fsdp_compiled.capture.closure_values import layout_of
 from fsdp_compiled.ir.node_copies import Like, new_calls
 from fsdp_compiled.ir.nodes import fake_mode, fake_tensor
 from fsdp_compiled.ir.program import Port, Program
@@ -128,7 +129,7 @@ class ExpandedProgram:
         inputs = self._make_inputs(graph)
         self._copies: dict[fx.Node, fx.Node] = {node: inputs[port] for node, port in self._inputs.items()}
         self._made: dict[tuple[int, int, str], list[fx.Node]] = {}
-        self._regions = _Regions()
+        self._regions: dict[tuple[int, int], int] = {}  # checkpointed ones; a copy has numbers of its own
         self._texts: dict[tuple[int, int, int], dict[str, str]] = {}
         self._rows = {key: _Rows(group) for key, group in self._groups if key is not None}
         self._read: dict[tuple[int, int, str], list[tuple[fx.Node, str, int, int]]] = {}
@@ -232,7 +233,7 @@ class ExpandedProgram:
                 if (new := texts.get(trace)) is not None:
                     meta["stack_trace"] = new
             if region is not None:
-                meta["region"] = self._regions.number(region, stretch)
+                meta["region"] = self._regions.setdefault((region, stretch), len(self._regions))
         return made
 
     def _paths(self, number: int, kept: int, stretch: int) -> dict[str, str]:
@@ -283,13 +284,3 @@ class _Rows:
         self.calls: list[Like] = [(node, node.target, node.args, node.kwargs, stem(node.name)) for node in nodes]
         notes = [node.meta for node in nodes]
         self.notes = [(one, one.get("path", ""), one.get("stack_trace", ""), one.get("region")) for one in notes]
-
-
-class _Regions:
-    """Numbers for checkpointed regions: those of a copy are others than those of what it copies."""
-
-    def __init__(self) -> None:
-        self._numbers: dict[tuple[int, int], int] = {}
-
-    def number(self, region: int, stretch: int) -> int:
-        return self._numbers.setdefault((region, stretch), len(self._numbers))

@@ -18,7 +18,7 @@ from torch import nn
 
 from fsdp_compiled.capture.absent_names import looks_elsewhere
 from fsdp_compiled.capture.blocks.block_calls import BLOCK, BlockCall, Unlike, moved, plain
-from fsdp_compiled.capture.blocks.equal_blocks import layout_of
+from fsdp_compiled.capture.closure_values import layout_of
 from fsdp_compiled.capture.guards import plain_names
 from fsdp_compiled.torch_private.dynamo import ChainedSource, Guard, LocalSource, Source
 
@@ -77,21 +77,16 @@ def alike(one: Any, other: Any) -> bool:
 
 def structure_of(module: nn.Module) -> list[Any]:
     """Of a block: the classes of its modules, and what they hold, by name."""
-    found: list[Any] = []
-    _describe(module, found)
-    return found
-
-
-def _describe(module: nn.Module, found: list[Any]) -> None:
     held = vars(module)
     if any(HOOKS_OF(held)) or "forward" in held:
         raise Unlike("it has hooks")
-    found += type(module), module.training, list(held)
+    found: list[Any] = [type(module), module.training, list(held)]
     for kind in HOLDERS:
         found.append([(key, one is None) for key, one in held[kind].items()] if held[kind] else None)
     for inner in held["_modules"].values():
         if inner is not None:
-            _describe(inner, found)
+            found += structure_of(inner)
+    return found
 
 
 TABLES = ("__dict__", "_modules", "_parameters", "_buffers")  # of a module, which are plain dictionaries

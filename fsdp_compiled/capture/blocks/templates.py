@@ -78,7 +78,11 @@ class Template:
         here = {*inputs, *nodes}
         others = [one for node in nodes for one in node.all_input_nodes if one not in here]
         self.given = list(dict.fromkeys([*given, *others]))
-        self.call = _call()
+
+        def written_block(*_: Any) -> Any:
+            raise AssertionError
+
+        self.call: Callable[..., Any] = written_block
 
     def _line(self, node: fx.Node) -> Line:
         meta = node.meta
@@ -100,10 +104,3 @@ class Template:
             function=meta["source_fn_stack"][-1][1] if node.op != "placeholder" and "source_fn_stack" in meta else None,
             value={name: meta[name] for name in ("example_value",) if name in meta},
         )
-
-
-def _call() -> Callable[..., Any]:
-    def written_block(*_: Any) -> Any:
-        raise AssertionError
-
-    return written_block

@@ -95,7 +95,6 @@ def _after(cat: fx.Node) -> Iterator[fx.Node]:
             yield node
 
 
-aten = torch.ops.aten
 PRODUCTS = (aten.mm.default, aten.bmm.default)
 ALIGNED = 16  # bytes
 HALF = (torch.bfloat16, torch.float16)

@@ -140,9 +140,6 @@ def _means(flat: fx.Node) -> list[fx.Node]:
     return found
 
 
-c10d = torch.ops._c10d_functional
-
-
 def in_place_all_reduce(program: Program, plan: Plan) -> Program:
     """The fusion: of gradients, and of what ranks report."""
     edit = Edit(program)

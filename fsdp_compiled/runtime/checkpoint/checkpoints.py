@@ -13,6 +13,7 @@ from fsdp_compiled.distributed.lockstep import Exchange, Work, last_exchange, lo
 from fsdp_compiled.distributed.mesh import Mesh
 from fsdp_compiled.runtime.checkpoint import dcp, loading, saving, writing
 from fsdp_compiled.runtime.checkpoint import folder as folders
+from fsdp_compiled.runtime.checkpoint import manifest as manifests
 from fsdp_compiled.runtime.checkpoint.chunks import place_of
 from fsdp_compiled.runtime.checkpoint.contents import Trained
 from fsdp_compiled.runtime.checkpoint.loading import (
@@ -167,7 +168,8 @@ class Checkpoints:
         chosen, rows = said[0][0], [row for _, row in said]
         if chosen is None:
             return None
-        manifest = yield from loading.open_manifest(chosen, mesh)
+        manifest = manifests.read(chosen)
+        yield f"{chosen.name} {manifest.written_by.get('id', '')}"
         with refusing_edited(chosen):
             found = match(manifest, trained, place_of(mesh))
         match_local(manifest, trained, found, mesh.rank, rows)

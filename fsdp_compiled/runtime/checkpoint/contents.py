@@ -73,7 +73,8 @@ def values_of(trained: Trained, extra: Mapping[str, Any]) -> tuple[dict[str, Any
     if optimizer is not None:
         names = [[parameter._sharded_name for parameter in group["params"]] for group in optimizer.param_groups]
         values["optimizer"] = {"class": class_name(optimizer), "groups": options(optimizer), "parameters": names}
-        values["scalars"] = scalars_of(state, plan, trained.rules)
+        pairs = [pair for rule in trained.rules for pair in numbers_of(state, plan, rule)]
+        values["scalars"] = [{"parameters": names, "scalars": numbers} for names, numbers in pairs]
     if updates:
         values["owners"] = [update.of_all_ranks() for update in updates]
         values |= {OWNED + name: one for update in updates for name, one in update.of_parameters().items()}
@@ -143,12 +144,6 @@ def plain(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         return value.item() if value.numel() == 1 else value
     return value.item() if type(value).__module__ == "numpy" and getattr(value, "size", 0) == 1 else value
-
-
-def scalars_of(state: State, plan: Plan, rules: Sequence[Rule]) -> list[dict[str, Any]]:
-    """Numbers in JSON have all the bits of a float64."""
-    pairs = [pair for rule in rules for pair in numbers_of(state, plan, rule)]
-    return [{"parameters": names, "scalars": numbers} for names, numbers in pairs]
 
 
 def numbers_of(state: State, plan: Plan, rule: Rule) -> Iterator[tuple[list[str], dict[str, Any]]]:

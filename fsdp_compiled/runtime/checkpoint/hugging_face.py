@@ -107,8 +107,7 @@ def _indexed(path: Path) -> list[str]:
 
 def export(folder: Path, model: nn.Module, trained: Trained, mesh: Mesh) -> Work[None]:
     """Writes the model's weights; in stages, for `lockstep`. The folder is there whole, or not at all."""
-    aside: Path | None = None
-    done = False
+    aside = folder.parent / f".{folder.name}.{uuid.uuid4().hex[:8]}" if mesh.rank == 0 else None
     try:
         keys = keys_of(model, trained)
         state = trained.state
@@ -117,8 +116,8 @@ def export(folder: Path, model: nn.Module, trained: Trained, mesh: Mesh) -> Work
         shapes |= {key: state.buffers[name] for key, name in keys.buffers.items()}
         files = files_of(Item(key, one.dtype, tuple(one.shape)) for key, one in shapes.items())
         places = {key: (name, offset) for name, layout in files.items() for key, offset in layout.offsets.items()}
-        if mesh.rank == 0:
-            aside = _begin(folder, files)
+        if aside is not None:
+            _begin(folder, aside, files)
         own = place_of(mesh)
         said = yield Exchange("the files", (aside, own))
         place = said[0][0]
@@ -148,30 +147,23 @@ def export(folder: Path, model: nn.Module, trained: Trained, mesh: Mesh) -> Work
                 folder.rmdir()  # an empty one
             os.rename(aside, folder)
             folders.sync(folder.parent)
-        done = True
         yield "the folder"
     except OSError as error:
         raise ValueError(f"The weights cannot be written to {folder}: {error.strerror or error}.") from error
     finally:
-        if aside is not None and not done:
+        if aside is not None:  # which is gone once it has its name
             shutil.rmtree(aside, ignore_errors=True)
 
 
-def _begin(folder: Path, files: Mapping[str, Layout]) -> Path:
+def _begin(folder: Path, aside: Path, files: Mapping[str, Layout]) -> None:
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ValueError(f"{folder} exists and is not empty. Export to a new folder, or remove it.")
     folder.parent.mkdir(parents=True, exist_ok=True)
-    aside = folder.with_name(f".{folder.name}.{uuid.uuid4().hex[:8]}")
     aside.mkdir()
-    try:
-        for name, layout in files.items():
-            with (aside / name).open("wb") as file:
-                file.write(layout.header)
-                file.truncate(layout.size)
-    except OSError:
-        shutil.rmtree(aside, ignore_errors=True)
-        raise
-    return aside
+    for name, layout in files.items():
+        with (aside / name).open("wb") as file:
+            file.write(layout.header)
+            file.truncate(layout.size)
 
 
 def _write(descriptor: int, offset: int, one: Chunk) -> None:

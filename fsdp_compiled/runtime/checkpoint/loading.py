@@ -21,7 +21,6 @@ import torch
 from fsdp_compiled.distributed.lockstep import Exchange, Work
 from fsdp_compiled.distributed.mesh import Mesh
 from fsdp_compiled.runtime.checkpoint import folder as folders
-from fsdp_compiled.runtime.checkpoint import manifest as manifests
 from fsdp_compiled.runtime.checkpoint.chunks import Chunk, Piece, Shape, key_of, overlap, whole_chunk
 from fsdp_compiled.runtime.checkpoint.contents import (
     Trained,
@@ -124,13 +123,6 @@ def write(pairs: Pairs) -> None:
     with torch.no_grad():
         for to, values in pairs:
             to.copy_(values)
-
-
-def open_manifest(path: Path, mesh: Mesh) -> Work[Manifest]:
-    """The manifest, the same on every rank; in stages, for `lockstep`."""
-    found = manifests.read(path)
-    yield f"{path.name} {found.written_by.get('id', '')}"
-    return found
 
 
 def values_for(manifest: Manifest, name: str, rank: int, rows: Sequence[int]) -> tuple[Any, bool] | None:

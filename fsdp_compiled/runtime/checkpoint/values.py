@@ -43,7 +43,8 @@ def encode(value: Any, name: str, tensors: Tensors, where: str = "") -> Any:
     if kind is float:
         return value if math.isfinite(value) else {"$float": str(value)}
     if kind in NAMES:
-        found = [encode(one, name, tensors, f"{where}[{index}]") for index, one in enumerate(_ordered(value, kind))]
+        items = sorted(value, key=repr) if kind in (set, frozenset) else value  # an order that every rank has
+        found = [encode(one, name, tensors, f"{where}[{index}]") for index, one in enumerate(items)]
         if kind is deque and value.maxlen is not None:
             return {"$bounded": [value.maxlen, found]}
         return found if kind is list else {NAMES[kind]: found}
@@ -75,11 +76,6 @@ def encode(value: Any, name: str, tensors: Tensors, where: str = "") -> Any:
         "strings, bytes, lists, tuples, sets, dictionaries and None are written, and nothing is ever unpickled. Give a "
         "state_dict() that says the same in those."
     )
-
-
-def _ordered(value: Any, kind: type) -> Any:
-    """Sets in an order that every rank has."""
-    return sorted(value, key=repr) if kind in (set, frozenset) else value
 
 
 def _stored(value: torch.Tensor, name: str, where: str, tensors: Tensors) -> str:

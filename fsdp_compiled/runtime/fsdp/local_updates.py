@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
 from operator import attrgetter, is_
 from typing import Any
@@ -36,7 +36,6 @@ from torch.autograd.graph import increment_version
 from torch.distributed.tensor import DTensor, Partial
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
-from torch.utils.hooks import RemovableHandle
 
 from fsdp_compiled.torch_private.dtensor import handlers
 
@@ -48,27 +47,16 @@ specs_of, local_of = attrgetter("_spec"), attrgetter("_local_tensor")
 _updates: weakref.WeakKeyDictionary[Optimizer, LocalUpdates] = weakref.WeakKeyDictionary()
 
 
-def run_on_local_tensors(ours: Callable[[Any], bool]) -> list[RemovableHandle]:
-    """From now on, the steps of optimizers that hold parameters of which ``ours`` is true; once in a process.
-
-    Returns what takes the hooks off that do it.
-    """
-    return [
-        register_optimizer_step_pre_hook(lambda optimizer, *_: _begin(optimizer, ours)),
-        register_optimizer_step_post_hook(lambda *_: _end()),
-    ]
-
-
-def _begin(optimizer: Optimizer, ours: Callable[[Any], bool]) -> None:
+def _begin(optimizer: Optimizer, *_: Any) -> None:
     if torch.compiler.is_compiling():
         return
-    if any(ours(parameter) for group in optimizer.param_groups for parameter in group["params"]):
+    if any(OURS in parameter.__dict__ for group in optimizer.param_groups for parameter in group["params"]):
         if (updates := _updates.get(optimizer)) is None:
             updates = _updates[optimizer] = LocalUpdates(type(optimizer).__name__)
         handlers().update(dict.fromkeys(_operators(), updates))
 
 
-def _end() -> None:
+def _end(*_: Any) -> None:
     """After a step; one that raised leaves handlers until the next, which are right for every optimizer."""
     if torch.compiler.is_compiling():
         return
@@ -171,7 +159,8 @@ def mark() -> Mark:
         _living[:] = [weakref.ref(known, lambda _: idle.append(True))]
         if not _handles:
             _handles.append(register_optimizer_step_post_hook(_count_updates))
-            _handles.extend(run_on_local_tensors(lambda one: OURS in one.__dict__))
+            _handles.append(register_optimizer_step_pre_hook(_begin))
+            _handles.append(register_optimizer_step_post_hook(_end))
     return known
 
 

@@ -12,8 +12,10 @@ from __future__ import annotations
 import gc
 import logging
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from itertools import chain
+from operator import is_, methodcaller
 from typing import Any
 
 import torch
@@ -137,7 +139,7 @@ class ModuleCall:
                     leave(contents(args, named), changes)
                 return result
             verified = self._verified(compiled, request, args, named) if made.plan.policy.verify else None
-            run = Run(made, compiled, self._calls, self._states, inputs, verified)
+            run = Run(made, compiled, self._calls, inputs, verified)
             outputs = run.apply()
             found = shared(dict(zip(run.training.results, outputs, strict=True)), inputs, compiled.aliases)
             result, changes = compiled.capture.rebuild(found)
@@ -273,7 +275,7 @@ class ModuleCall:
         if signature != self._signature:
             self._switch(signature)
         self._made.lent.take(self._plain)
-        self._before = [dict(table) for table in self._tables]
+        self._before = _held(self._tables)
 
     def _switch(self, signature: tuple[Any, ...]) -> None:
         """To the programs for these parameters, which are kept where a loop goes back and forth. All ranks do it."""
@@ -281,7 +283,7 @@ class ModuleCall:
         made = self._known.pop(signature, None)
         if made is None:
             made = make(self.module, self._function, self._groups, self._policy, self._plain, self._calls)
-        made.programs.meet(f"parameters of {made.trained}")
+        made.programs.maker.meet(f"parameters of {made.trained}")
         self._calls.returned()
         self._known = {key: one for key, one in self._known.items() if one.current}
         self._known[signature] = self._made = made
@@ -291,12 +293,11 @@ class ModuleCall:
 
     def _unchanged(self) -> bool:
         """Whether tables, parameters and what is trained are as they were at the last call."""
-        try:
-            same = self._tables == self._before
-        except Exception:  # tensors that were exchanged are compared by their values
-            same = False
+        names, sizes, values = _held(self._tables)
         return (
-            same
+            bool(self._before)
+            and self._before[:2] == [names, sizes]
+            and all(map(is_, values, self._before[2]))  # of one element, others may be equal
             and bool(self._groups)
             and all(group.same() and not group.unsharded for group in self._groups)
             and [one.requires_grad for one in self._flags] == self._trainable
@@ -338,6 +339,11 @@ class ModuleCall:
         return pytree.tree_map_only(
             torch.Tensor, lambda one: one if one.device == device else one.to(device), (args, named)
         )
+
+
+def _held(tables: Sequence[Mapping[str, Any]]) -> list[list[Any]]:
+    """The names in these tables, how many each has, and what is under them."""
+    return [list(chain(*tables)), list(map(len, tables)), list(chain(*map(methodcaller("values"), tables)))]
 
 
 def _holds_objects(args: tuple[Any, ...], named: dict[str, Any]) -> bool:

@@ -20,8 +20,8 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
 from torch.distributed.fsdp import UnshardHandle
-from torch.utils import _pytree as pytree
 
+from fsdp_compiled.capture.fake_inputs import cast
 from fsdp_compiled.plan.plan import Division
 from fsdp_compiled.runtime.fsdp.gathered_module import gathered
 from fsdp_compiled.runtime.fsdp.module_call import ModuleCall
@@ -240,12 +240,6 @@ def _states(module: Any, recurse: bool) -> list[ModuleState]:
     return states_in(module) if recurse else [_state(module)]
 
 
-def _cast(value: Any, dtype: torch.dtype) -> Any:
-    return pytree.tree_map_only(
-        torch.Tensor, lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor, value
-    )
-
-
 def _compiled(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
     """A method that runs this function of the model as a program or, in a trace, as a part of one.
 
@@ -262,9 +256,9 @@ def _compiled(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
             return _call(self, name, function)(args, named)
         inputs, output = self._fsdp_compiled_casts
         if inputs is not None:
-            args, named = _cast(args, inputs), _cast(named, inputs)
+            args, named = cast(args, inputs), cast(named, inputs)
         result = function(self, *args, **named)
-        return result if output is None else _cast(result, output)
+        return result if output is None else cast(result, output)
 
     return method
 

@@ -29,7 +29,6 @@ from fsdp_compiled.runtime.autograd_hooks import hook_on
 from fsdp_compiled.runtime.fsdp.extended_parameter import Extended
 from fsdp_compiled.runtime.fsdp.gradients import leave, mean_of, parts, reductions
 from fsdp_compiled.runtime.fsdp.module_plan import ModulePlan
-from fsdp_compiled.runtime.fsdp.module_state import ModuleState
 from fsdp_compiled.runtime.fsdp.parameter_group import Entry, FlatShard, ParameterGroup
 from fsdp_compiled.runtime.fsdp.verified_call import Verified
 from fsdp_compiled.runtime.programs.compile import Compiled
@@ -62,21 +61,17 @@ def run_program(
 
 
 class Run:
-    """What a forward leaves for its backwards.
-
-    ``states``: of the modules inside, that say whether backward synchronises.
-    """
+    """What a forward leaves for its backwards."""
 
     def __init__(
         self,
         made: ModulePlan,
         compiled: Compiled,
         calls: Calls,
-        states: Sequence[ModuleState],
         inputs: Sequence[Any],
         verified: Verified | None = None,
     ) -> None:
-        self.made, self.compiled, self.calls, self.states = made, compiled, calls, states
+        self.made, self.compiled, self.calls = made, compiled, calls
         self.verified = verified  # until a backward was compared
         self.training = compiled.training
         self.inputs = inputs
@@ -168,7 +163,7 @@ class Run:
             found |= self._zeros(flats)
             return found, {name: outputs[place] for name, place in backward.others.items()}
         with self.calls.refusing():
-            whole = made.programs.whole(compiled)
+            whole = made.programs.maker.whole(compiled)
         reduced: dict[Buffer, list[FlatShard]] = {}
         for buffer in reversed(made.plan.buffers):  # as backward comes to them, for hooks
             flats_of = [flat for flat in made.rows[buffer.key].flats if self._group(flat).synchronise]
@@ -287,7 +282,7 @@ class Run:
     @cached_property
     def _padded(self) -> set[FlatShard]:
         """Those of which what no result depends on gets zeros (`set_reduce_scatter_unused_params`)."""
-        return {flat for state in self.states if state.group.pads for flat in state.group.flats}
+        return {flat for group in self.made.groups if group.pads for flat in group.flats}
 
     def _zeros(self, reduced: Collection[FlatShard]) -> dict[Entry, DTensor]:
         """The same of what forward gathered, and no rank reduces."""

@@ -20,8 +20,8 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
-from torch.utils import _pytree as pytree
 
+from fsdp_compiled.capture.fake_inputs import cast
 from fsdp_compiled.capture.model_tensors import named_parameters
 from fsdp_compiled.plan.leaf import contiguous_stride
 from fsdp_compiled.runtime.fsdp.gradients import reduced_mean
@@ -106,7 +106,7 @@ def _put_back(held: Held, where: str) -> None:
 def _cast_inputs(layout: Layout, args: Any, kwargs: Any) -> Any:
     precision = layout.plan.policy.precision
     if precision.param_dtype is not None and precision.cast_forward_inputs:
-        return _cast((args, kwargs), precision.param_dtype)
+        return cast((args, kwargs), precision.param_dtype)
     return None
 
 
@@ -144,7 +144,7 @@ def _free(owner: Owner | None, model: nn.Module, _args: Any, result: Any) -> Any
     layout = next((found for one in model.parameters() if (found := _layout_of(one)) is not None), None)
     layout = owner.layout if inside else layout
     if layout is not None and (held[0] or inside) and (dtype := layout.plan.policy.precision.output_dtype) is not None:
-        return _cast(result, dtype)
+        return cast(result, dtype)
     return None
 
 
@@ -168,12 +168,6 @@ def _exchange(module: nn.Module, instead: dict[int, torch.Tensor], held: Tables)
         flat = vars(module)["_flat_weights"]
         held.append((vars(module), {"_flat_weights": flat}))
         vars(module)["_flat_weights"] = [instead.get(id(one), one) for one in flat]
-
-
-def _cast(value: Any, dtype: torch.dtype) -> Any:
-    return pytree.tree_map_only(
-        torch.Tensor, lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor, value
-    )
 
 
 def _wholes(layout: Layout, parameters: Sequence[Any], name: str) -> Sequence[torch.Tensor]:

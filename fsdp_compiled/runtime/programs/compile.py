@@ -28,7 +28,7 @@ from fsdp_compiled.ir.program import CALL, SILENT, Port, Program
 from fsdp_compiled.lower.fusions import Target, fusions_for
 from fsdp_compiled.lower.lowering import Boxed, Runner
 from fsdp_compiled.lower.pending_collectives import PendingCollectives
-from fsdp_compiled.lower.split_forward_backward import SplitProgram, cut, reached
+from fsdp_compiled.lower.split_forward_backward import SplitProgram, cut
 from fsdp_compiled.optim.rule import Rule
 from fsdp_compiled.passes import Pass
 from fsdp_compiled.plan.plan import Plan
@@ -233,16 +233,6 @@ def fit_to_memory(made: Transformed, predict: Predict, spec: ProgramSpec) -> Tra
     fused = lambda one: predict(passes.run(one, spec.plan, spec.fusions))  # noqa: E731
     fitting = memory_budget.fit(made.stages, spec.plan, fused, spec.passes, has_host_memory(spec))
     return replace(made, stages=fitting)
-
-
-def fuse(made: Transformed, spec: ProgramSpec) -> tuple[Program, Stages]:
-    """What the fusions make of the last stage, and the stages, for who looks at them."""
-    return stages.fuse(made, spec.plan, spec.passes, spec.fusions)
-
-
-def moves(captured: Capture, spec: ProgramSpec) -> Mapping[str, frozenset[str]]:
-    """By parameter or input, the results that it moves; of what is captured, before passes take it."""
-    return reached(captured.program) if spec.kind == "training" else {}
 
 
 def describe(

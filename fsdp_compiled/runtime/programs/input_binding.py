@@ -32,7 +32,7 @@ class InputBinding:
         self._ports = ports
         self._leaf = {place: index for index, place in enumerate(places)}
         self._leaves: list[Any] = []
-        self._sizes = [_dim(port, self._leaf) for port in ports if port.kind == "size"]
+        self._sizes = [(self._leaf[port.name], port.dim or 0) for port in ports if port.kind == "size"]
         self._now: list[int] = []
         self._bound: object = None
         self._holders: list[tuple[Any, Callable[[Any], tuple[Any, ...]]]] = []
@@ -85,11 +85,6 @@ def _getter(names: list[Any]) -> Callable[[Any], tuple[Any, ...]]:
         return itemgetter(*names)
     (name,) = names
     return lambda holder: (holder[name],)
-
-
-def _dim(port: Port, leaf: Mapping[str, int]) -> tuple[int, int]:
-    assert port.dim is not None
-    return leaf[port.name], port.dim
 
 
 def flatten(batch: tuple[Any, ...], named: dict[str, Any]) -> tuple[Sequence[Any], object]:

@@ -24,8 +24,7 @@ import torch
 
 from fsdp_compiled.capture import global_modes
 from fsdp_compiled.capture.captured import batch_tensors
-from fsdp_compiled.capture.dynamic_shapes import Sizes, layout, sizes_of, traceable
-from fsdp_compiled.capture.global_modes import GlobalModes
+from fsdp_compiled.capture.dynamic_shapes import layout, sizes_of, traceable
 from fsdp_compiled.capture.unknown_reads import check_attributes
 from fsdp_compiled.distributed.mesh import from_first
 from fsdp_compiled.optim.rule import Rule
@@ -52,7 +51,6 @@ from fsdp_compiled.runtime.programs.request import (
     full,
     mismatch,
 )
-from fsdp_compiled.runtime.programs.training import Backward
 
 log = logging.getLogger("fsdp_compiled")
 LIBRARIES = (__name__.split(".")[0], "torch", "torchvision")  # whose subclasses of tensors mean what their values do
@@ -68,8 +66,8 @@ class Programs:
         self.plan, self.mesh, self.calls = maker.plan, maker.mesh, maker.calls
         self._taken, self.loss = maker.taken, maker.loss
         self._called, self._note = maker.called, note
-        self._maker = maker
-        self._buffers = ModuleBuffers(maker.taken.model, maker.plan.device)
+        self.maker = maker
+        self.module_buffers = ModuleBuffers(maker.taken.model, maker.plan.device)
         self._cached: dict[int, Compiled] = {}  # by number; the last is the one used last
         self._variants: dict[tuple[Any, ...], list[Compiled]] = {}  # of calls that look the same; the first, used last
         self._asked: set[str] = set()  # attributes that are not PyTorch's, which programs asked tensors for
@@ -81,7 +79,7 @@ class Programs:
     @property
     def captures(self) -> int:
         """How many programs were compiled."""
-        return self._maker.captures
+        return self.maker.captures
 
     @property
     def cached(self) -> list[Compiled]:
@@ -120,7 +118,7 @@ class Programs:
             self._check_classes(batch, named)
         if self._called is None and kind != "forward" and any(tensor.requires_grad for tensor in tensors):
             raise ValueError(differentiable(batch_tensors(batch, named)))
-        buffers = self._buffers.replaced()
+        buffers = self.module_buffers.replaced()
 
         def look(dims: tuple[int, ...], compared: bool = False) -> Request:
             return self._look(Request(kind, batch, named, leaves, around, buffers, added, compared=compared), dims)
@@ -151,11 +149,11 @@ class Programs:
         structure = spec, same_tensors(tensors), tuple(tensor.requires_grad for tensor in tensors)
         request.batch, request.named, request.leaves, request.sizes = batch, named, leaves, sizes
         request.rows = rows_of(tensors) if self.plan.policy.weigh == "rows" else 0
-        request.key = (request.kind, described, structure, request.modes, self._buffers.layout)
+        request.key = (request.kind, described, structure, request.modes, self.module_buffers.layout)
         for compiled in self._variants.get(request.key, ()):
             if request.added & compiled.unreached != compiled.added:
                 continue
-            if compiled.capture.guards.hold() and not (sizes and mismatch(compiled, batch, named, sizes)):
+            if compiled.capture.guards.hold() and not (sizes and mismatch(compiled, request)):
                 closed = compiled.capture.guards.closed.moved()
                 if closed is not None:
                     request.compiled, request.label, request.closed = compiled, compiled.label, closed
@@ -164,22 +162,16 @@ class Programs:
 
     def has_other_floats(self, request: Request) -> bool:
         """Whether there are programs for this call with other Python floats among its arguments."""
-        return any(_but_floats(key) == _but_floats(request.key) for key in self._variants)
+        alike = _but_floats(request.key)
+        return any(key != request.key and _but_floats(key) == alike for key in self._variants)
 
     def _incomplete(self, request: Request) -> Request:
         """The request of a program that is to be made, with why those that there are will not do."""
-        kind, batch, named, sizes = request.kind, request.batch, request.named, request.sizes
-        request.buffers = {**request.buffers, **self._buffers.scan()}
-        request.key = (*request.key[:-1], self._buffers.layout)
-        request.changed = [
-            self._change(compiled, batch, named, sizes, request.added) for compiled in self._oldest_first(request.key)
-        ]
-        request.label = self._label(kind, batch, named, sizes, request.changed, request.modes)
+        request.buffers = {**request.buffers, **self.module_buffers.scan()}
+        request.key = (*request.key[:-1], self.module_buffers.layout)
+        request.changed = [self._change(compiled, request) for compiled in self._oldest_first(request.key)]
+        request.label = self._label(request)
         return request
-
-    def replaced_buffers(self) -> Mapping[str, torch.Tensor | None]:
-        """The model's buffers that are other tensors than at the last call."""
-        return self._buffers.replaced()
 
     def get(self, request: Request, buffers: Mapping[str, torch.Tensor]) -> Compiled:
         """The program that was found, or one that is compiled now; ``buffers`` are the model's, as the state has them.
@@ -197,10 +189,10 @@ class Programs:
             with no_collection(), global_modes.outside_modes():
                 room = lambda: self._make_room(request.label)  # noqa: E731
                 if self._called is not None:
-                    compiled = self._maker.compile_in_loop(request, buffers, self.rules, room)
+                    compiled = self.maker.compile_in_loop(request, buffers, self.rules, room)
                 else:
-                    self.meet(request.said(request.label))
-                    compiled = self._maker.compile(request, buffers, self.rules, room)
+                    self.maker.meet(request.said(request.label))
+                    compiled = self.maker.compile(request, buffers, self.rules, room)
             self._asked |= compiled.capture.asked
             if self._moving is not None:
                 self._moving.made(request, compiled.program, several)
@@ -233,14 +225,6 @@ class Programs:
                     state.constants[name] = _restored(name, now[name].detach(), state.constants[name])
                 self._written[name] = now[name]
 
-    def meet(self, label: str) -> None:
-        """What is rare and collective (to compile, to collect the model): all ranks do it, or none."""
-        self._maker.meet(label)
-
-    def whole(self, compiled: Compiled) -> Backward:
-        """Its backward without communication, made where it is asked for first, by each rank."""
-        return self._maker.whole(compiled)
-
     # Which program it is.
 
     def _oldest_first(self, key: tuple[Any, ...]) -> list[Compiled]:
@@ -258,9 +242,7 @@ class Programs:
                 )
         check_attributes(tensors, self._asked)
 
-    def _change(
-        self, compiled: Compiled, batch: tuple[Any, ...], named: dict[str, Any], sizes: Sizes, added: Names
-    ) -> Changed:
+    def _change(self, compiled: Compiled, request: Request) -> Changed:
         """Why this program is not for this call."""
         guards = compiled.capture.guards
         if (broken := guards.broken()) is not None:
@@ -271,28 +253,22 @@ class Programs:
         if (odd := guards.closed.odd()) is not None:
             what, reason = map(guards.words, odd)
             return Changed(f", after {what} changed", f"{compiled.label} relies on {reason}")
-        if added & compiled.unreached != compiled.added:
+        if request.added & compiled.unreached != compiled.added:
             what = "the microbatches before it reached"
             return Changed(
                 f", where {what} others", f"{compiled.label} is for other parameters that {what}", quiet=True
             )
-        reason = mismatch(compiled, batch, named, sizes) or "its sizes"
+        reason = mismatch(compiled, request) or "its sizes"
         why = "Policy.dynamic: the model or the loss asks for certain sizes"
         return Changed(f", instead of {reason}", why, self._moving is not None)
 
-    def _label(
-        self,
-        kind: Kind,
-        batch: tuple[Any, ...],
-        named: dict[str, Any],
-        sizes: Sizes,
-        changed: Sequence[Changed],
-        around: GlobalModes,
-    ) -> str:
-        label = label_of(kind, batch, named, sizes) + self._version(batch, named) + str(around) + self._note
+    def _label(self, request: Request) -> str:
+        kind, batch, named = request.kind, request.batch, request.named
+        label = label_of(kind, batch, named, request.sizes) + self._version(batch, named)
+        label += f"{request.modes}{self._note}"
         if self._called is not None:
             label = f"{kind} {type(self._taken.model).__name__} {label.removeprefix(kind).strip()}"
-        label += "".join(dict.fromkeys(change.label for change in changed))
+        label += "".join(dict.fromkeys(change.label for change in request.changed))
         return f"{label} ({self.captures + 1})" if label in self.labels else label
 
     def _version(self, batch: tuple[Any, ...], named: dict[str, Any]) -> str:
@@ -306,8 +282,8 @@ class Programs:
         training = "" if self._taken.model.training else ", eval mode"
         detail = "" if len(set(modes)) == 1 else f" of some modules ({hashlib.sha256(modes.encode()).hexdigest()[:8]})"
         changed = f", hyperparameters changed {self._revision} times" if self._revision else ""
-        buffers = self._buffers.layout
-        other = f", with buffers of other shapes ({buffers})" if buffers != self._buffers.first else ""
+        buffers = self.module_buffers.layout
+        other = f", with buffers of other shapes ({buffers})" if buffers != self.module_buffers.first else ""
         return "".join(strides) + "".join(same) + training + detail + changed + other
 
     def _make_room(self, label: str) -> None:
@@ -315,7 +291,7 @@ class Programs:
         if len(self._cached) < self.plan.policy.programs:
             return
         # Ranks that had a failed call in between may have another order of use, but they have the same programs.
-        evicted = self._drop(from_first(next(iter(self._cached)), self._maker.ranks))
+        evicted = self._drop(from_first(next(iter(self._cached)), self.maker.ranks))
         self._evicted += 1
         if self.mesh.rank == 0:
             log.warning("%s", full(self.plan.policy.programs, label, evicted.label, self.labels, self._evicted))

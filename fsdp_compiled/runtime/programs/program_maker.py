@@ -41,11 +41,11 @@ from fsdp_compiled.lower.cuda_graph import Replays, make_device
 from fsdp_compiled.lower.inductor import cache_place, chooses_products, compile_all, divide, warm_up
 from fsdp_compiled.lower.lowering import Bind, Lowering, Runner
 from fsdp_compiled.lower.pending_collectives import PendingCollectives
-from fsdp_compiled.lower.split_forward_backward import whole_gradients
+from fsdp_compiled.lower.split_forward_backward import reached, whole_gradients
 from fsdp_compiled.lower.trials import calls_kernels, failures
 from fsdp_compiled.optim.rule import Rule
 from fsdp_compiled.plan.plan import Plan
-from fsdp_compiled.runtime.programs import compile_only
+from fsdp_compiled.runtime.programs import compile_only, stages
 from fsdp_compiled.runtime.programs.compile import (
     Compiled,
     ProgramSpec,
@@ -53,10 +53,8 @@ from fsdp_compiled.runtime.programs.compile import (
     check_devices,
     describe,
     fit_to_memory,
-    fuse,
     memory_later,
     memory_of,
-    moves,
     transform,
 )
 from fsdp_compiled.runtime.programs.no_collection import no_collection
@@ -141,10 +139,10 @@ class ProgramMaker:
             self.compare_along_tp(captured)
 
         def build() -> Compiled:
-            moving = moves(captured, spec)
+            moving = reached(captured.program) if spec.kind == "training" else {}  # before passes take it
             made = transform(captured, spec)  # and checked
             made = fit_to_memory(made, memory_of(captured, spec), spec)
-            program, known = fuse(made, spec)  # and checked again
+            program, known = stages.fuse(made, spec.plan, spec.passes, spec.fusions)  # and checked again
             return describe(captured, program, known, memory_later(captured, spec), spec, moving)
 
         uneven = self.plan.uneven
@@ -235,7 +233,7 @@ class ProgramMaker:
 
     def _check_fit(self, compiled: Compiled, request: Request) -> None:
         """After lowering, which may have asked about sizes as well."""
-        if (reason := mismatch(compiled, request.batch, request.named, request.sizes)) is not None:
+        if (reason := mismatch(compiled, request)) is not None:
             raise ValueError(
                 f"The model or the loss asks for certain sizes: the program, traced with rank 0's, is for {reason} on "
                 f"rank {self.mesh.rank}. Give all ranks sizes that agree in it, or set Policy(dynamic=False)."

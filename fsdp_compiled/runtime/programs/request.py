@@ -95,12 +95,12 @@ class Request:
         self.__dict__.update(vars(self.instead) | {"posted": self.posted})
 
 
-def mismatch(compiled: Compiled, batch: tuple[Any, ...], named: dict[str, Any], sizes: Sizes) -> str | None:
+def mismatch(compiled: Compiled, request: Request) -> str | None:
     """Why this program is not for a batch of these sizes."""
-    now = tuple(sizes.values())
+    now = tuple(request.sizes.values())
     if now in compiled.fitting:
         return None
-    reason = unfit(compiled.program, batch_tensors(batch, named))
+    reason = unfit(compiled.program, batch_tensors(request.batch, request.named))
     if reason is None:
         compiled.fitting.add(now)
     return reason
