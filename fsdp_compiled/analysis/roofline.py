@@ -177,11 +177,6 @@ def _stays(node: fx.Node, runs: Mapping[fx.Node, int], run: int) -> bool:
     return False
 
 
-def traffic(node: fx.Node) -> int:
-    """Bytes read and written, each tensor once."""
-    return _traffic(node, _size)
-
-
 def _traffic(node: fx.Node, size: Size) -> int:
     written = max(size(node), sum(map(size, mutated(node))))
     return sum(map(size, node.all_input_nodes), written)

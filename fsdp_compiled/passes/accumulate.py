@@ -38,6 +38,7 @@ from fsdp_compiled.plan.plan import Buffer, Plan
 
 aten = torch.ops.aten
 TOTAL, BATCHES = (Port("in", "sum", part=part) for part in ("loss", "batches"))
+TURN = 3.0  # odd, so that no bit of a batch is lost
 Pass = Callable[[Program, Plan], Program]
 
 
@@ -60,7 +61,8 @@ def add_up(program: Program, plan: Plan) -> Program:
         edit.remove_output(WEIGHT)
     if (own := edit.outputs.get(SAME)) is not None:
         with edit.at(edit.end, "update"):
-            edit.call(aten.add_.Tensor, _batches(edit, plan), own, mark=mark)
+            total, joined = _joined(edit, plan, own, mark)
+            edit.call(aten.copy_.default, total, joined, mark=mark)
         edit.remove_output(SAME)
     return edit.done("add_up")
 
@@ -108,9 +110,7 @@ def _to_means(edit: Edit, plan: Plan) -> None:
         edit.set_output(WEIGHT, batches)
     if (same := edit.outputs.get(SAME)) is not None:
         with edit.at(edit.end, "update"):
-            all_same = edit.call(aten.add.Tensor, same, _batches(edit, plan), mark=mark)
-            all_same = edit.call(aten.remainder.Scalar, all_same, 2.0**20, mark=mark)  # whose square is exact
-            edit.set_output(SAME, all_same)
+            edit.set_output(SAME, _joined(edit, plan, same, mark)[1])
 
 
 def clear(program: Program, plan: Plan) -> Program:
@@ -147,8 +147,12 @@ def _sum(edit: Edit, buffer: Buffer, gradient: fx.Node, plan: Plan) -> tuple[fx.
     return start, edit.add_input(Port("in", "sum", buffer.key), edit.fake(value.shape, value.dtype, value.device))
 
 
-def _batches(edit: Edit, plan: Plan) -> fx.Node:
-    return edit.add_input(BATCHES, edit.fake([SAME_PARTS], torch.float64, plan.device))
+def _joined(edit: Edit, plan: Plan, own: fx.Node, mark: Mark) -> tuple[fx.Node, fx.Node]:
+    """The input that says of the batches before which they were, and the same with this one: by their order, too."""
+    total = edit.add_input(BATCHES, edit.fake([SAME_PARTS], torch.float64, plan.device))
+    turned = edit.call(aten.mul.Tensor, total, TURN, mark=mark)
+    both = edit.call(aten.add.Tensor, turned, own, mark=mark)
+    return total, edit.call(aten.remainder.Scalar, both, 2.0**20, mark=mark)  # whose square is exact
 
 
 def _scalars(edit: Edit, plan: Plan) -> tuple[fx.Node, fx.Node]:

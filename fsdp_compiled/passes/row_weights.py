@@ -41,11 +41,12 @@ def weigh(program: Program, plan: Plan) -> Program:
                 (flat,) = start.all_input_nodes
                 with edit.at(start, start.meta["phase"]):
                     start.replace_input_with(flat, weighed(edit, flat, rows, mark))
-        elif port.kind in ("buffer", "constant"):
+        elif port.kind in ("buffer", "constant") and value is not None:
             mark = Mark("weigh")
             with edit.at(edit.end, "update"):
                 any_rows = edit.call(aten.gt.Scalar, rows, 0, mark=mark)
-                before = edit.inputs[Port("in", port.kind, port.name)]
+                old = Port("in", port.kind, port.name)
+                before = edit.inputs.get(old) or edit.add_input(old, value.meta["val"])  # which nothing else reads
                 edit.set_output(port, edit.call(aten.where.self, any_rows, value, before, mark=mark))
     edit.set_output(WEIGHT, rows)
     return edit.done("weigh")

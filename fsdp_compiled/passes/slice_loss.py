@@ -255,7 +255,8 @@ class Slices:
         edit, shape = self.edit, shape_of(value)
         ends = shape[len(shape) - (of.last is not None) :]
         lead = shape[: len(shape) - len(ends)]
-        if not lead or torch.Size(lead).numel() == 1:
+        one = torch.Size(lead).numel() == 1 and (self.total > 1 or ends == (self.head.classes,))
+        if not lead or one:
             found = self.early(value)
             return self._reshaped(found, list(ends)) if lead else found
         if ends == (self.head.classes,):

@@ -24,6 +24,7 @@ from tests import simulate
 from tests.models import Block, Recipe
 from tests.recipes import trained
 from tests.simulate import Simulation
+from tests.toys import batches, mse, sgd
 
 NAMES = tuple(fusion.name for fusion in FUSIONS)
 BY_KERNELS = ("compute_copies", "flatten_gradients", "microbatch_sums", "gradient_statistics", "optimizer_update")
@@ -100,6 +101,19 @@ def test_sums_over_ranks_are_the_means(shard: str, world: tuple[int, int]) -> No
     text = sums.program.text()
     assert "'avg'" not in text and "'avg'" in means.program.text()
     assert len(re.findall(rf"full\(\[\], {1 / (world[0] * world[1])}", text)) == 1
+
+
+def test_a_mean_of_gradients_in_float64_is_divided_in_float64() -> None:
+    steps = [[(x.double(), y.double()) for x, y in batches(3)] for _ in range(2)]
+
+    def ran(*without: str) -> Simulation:
+        torch.manual_seed(0)
+        model = torch.nn.Linear(6, 2).double()
+        policy = Policy(lower="eager", bucket_mb=0, kernels=True, without=without)
+        return simulate.simulate(model, sgd(model), mse, steps, policy, shard=3)
+
+    sums, means = ran(), ran("sum_reductions")
+    assert "'avg'" not in sums.program.text() and furthest(sums, means) < 1e-13
 
 
 def test_another_program_is_noticed() -> None:

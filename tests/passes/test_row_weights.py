@@ -114,6 +114,27 @@ def test_a_rank_without_rows_keeps_its_buffers() -> None:
         assert torch.equal(second[name], value) and not torch.equal(first[name], value)
 
 
+class Last(nn.Module):
+    """Replaces a buffer, and reads nothing of what it held."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 2)
+        self.register_buffer("last", torch.zeros(6))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.last = x.mean(0)
+        return self.linear(x)
+
+
+def test_a_buffer_that_nothing_reads_is_replaced_where_there_are_rows() -> None:
+    model, steps = Last(), [batches(2)]
+    simulation = simulate(model, sgd(model), mse, steps, ROWS, weights=[[5.0, 0.0]])
+    first, second = (found["last"] for found in simulation.buffers)
+    torch.testing.assert_close(first, steps[0][0][0].mean(0))
+    assert not second.any()
+
+
 def test_the_first_tensors_length_is_what_counts_and_is_needed() -> None:
     def loss(model: nn.Module, scale: torch.Tensor, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         return mse(model, x, y) * scale

@@ -210,6 +210,23 @@ def test_what_is_made_of_logits_by_row_is_made_of_slices(name: str) -> None:
     assert not large(sliced.program) and large(uncut.program)
 
 
+def test_a_batch_of_one_row_is_one_slice() -> None:
+    """Whose numbers by row have the form of one number for all."""
+
+    def loss(model: Any, tokens: Tensor, targets: Tensor) -> Tensor:
+        losses = F.cross_entropy(model(tokens).flatten(0, 1), targets.flatten(), reduction="none")
+        return (losses * targets.flatten().float().cos()).mean()
+
+    found = []
+    for rows in (4, None):
+        model = Model()
+        sharded = compile_sharded(
+            model, torch.optim.SGD(model.parameters(), 0.5), loss=loss, policy=replace(SLICED, loss_rows=rows)
+        )
+        found.append([sharded.step(torch.ones(1, 1, dtype=torch.int64), torch.full((1, 1), 3)) for _ in range(2)])
+    torch.testing.assert_close(*found)
+
+
 def large(program: Program) -> list[str]:
     """The values that have all classes of half of the rows, or more: the weight has them of fewer."""
     values = [(node, node.meta["val"]) for node in program.graph.nodes if node.op == "call_function"]

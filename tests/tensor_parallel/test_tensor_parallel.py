@@ -101,7 +101,7 @@ def test_dropout_is_the_same_where_activations_are(results: dict[str, Any]) -> N
 def test_other_batches_along_tp_are_an_error_on_every_rank(results: dict[str, Any]) -> None:
     found = answers(results, "other_batches")
     for one in found:
-        for call in ("step", "forward", "microbatch", "seeds"):
+        for call in ("step", "forward", "microbatch", "order", "seeds"):
             message, unchanged = one[call]
             assert message.startswith("RankError: In ") and "were given different batches" in message
             assert unchanged

@@ -262,6 +262,12 @@ def other_batches() -> Any:
     sharded.accumulate(*swapped(1))
     found["microbatch"] = tried(lambda: sharded.step(*batch(2, row)))
     sharded.step(*batch(1, row))
+    first, second = (2, 1) if RANK == 3 else (1, 2)
+    sharded.accumulate(*batch(first, row))
+    found["order"] = tried(lambda: sharded.step(*batch(second, row)))
+    for number in (1, 2):
+        sharded.accumulate(*batch(number, row))
+    sharded.step(*batch(1, row))
     torch.manual_seed(RANK)
     found["seeds"] = tried(lambda: sharded.step(*batch(1, row)))
     torch.manual_seed(row)

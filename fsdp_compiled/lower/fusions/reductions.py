@@ -111,7 +111,7 @@ aten = torch.ops.aten
 
 def sum_reductions(program: Program, plan: Plan) -> Program:
     """The fusion, on a program whose gradients are flattened by one operator (`flatten_gradients`)."""
-    edit, factors = Edit(program), dict[float, fx.Node]()
+    edit, factors = Edit(program), dict[tuple[float, torch.dtype], fx.Node]()
     for flat in edit.graph.find_nodes(op="call_function", target=operators.flatten.default):
         means = _means(flat)
         if not means or any(flat.args[4:]):
@@ -121,10 +121,11 @@ def sum_reductions(program: Program, plan: Plan) -> Program:
             node.args = tuple("sum" if argument == "avg" else argument for argument in node.args)
             ranks *= plan.size(node.args[-1])
         with edit.at(flat, flat.meta["phase"]):
-            if 1 / ranks not in factors:
-                options = {"dtype": torch.float32, "device": plan.device}
-                factors[1 / ranks] = edit.call(aten.full.default, [], 1 / ranks, mark=flat.meta["mark"], **options)
-        flat.args = (*flat.args[:4], factors[1 / ranks])
+            key = 1 / ranks, torch.float64 if flat.args[3] == torch.float64 else torch.float32
+            if key not in factors:
+                options = {"dtype": key[1], "device": plan.device}
+                factors[key] = edit.call(aten.full.default, [], key[0], mark=flat.meta["mark"], **options)
+        flat.args = (*flat.args[:4], factors[key])
     return edit.done("sum_reductions")
 
 
