@@ -204,7 +204,7 @@ def _begin(
     """Takes the model over and makes the state that training starts from; in stages, for `lockstep`."""
     step_counts = brought_by(optimizer, model, plan, rules)
     brought = [state_by_name(model, one) for one in members(optimizer)]
-    taken, shards, buffers, existing_state = yield from take_over(model, optimizer, plan, place, init)
+    taken, shards, buffers, existing_state = yield from take_over(model, optimizer, rules, plan, place, init)
     random = RandomNumbers(plan.device, place.rank, place.world, place.row if place.tp > 1 else None)
     state = State(
         parameters=shards,

@@ -157,6 +157,7 @@ WRITES: dict[str, Act] = {
     "noise": seeded(lambda m: weight(m).add_(torch.randn_like(weight(m)), alpha=0.1)),
     "out=": lambda m: torch.add(m.layers[1].weight.detach(), 1, out=weight(m)),
     "a foreach update": lambda m: torch._foreach_mul_(list(m.parameters()), 0.9),
+    "a foreach update of two views": lambda m: torch._foreach_add_([weight(m)[0], weight(m)[1]], 1.0),
     "masked_fill_": lambda m: weight(m).masked_fill_(torch.eye(4, dtype=torch.bool), 0.0),
     "an average with a plain one": lambda m: weight(m).lerp_(torch.ones(4, 4), 0.25),
     "zero_ of a number": lambda m: m.scale.fill_(0.75),

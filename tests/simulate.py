@@ -120,7 +120,7 @@ def enlist(
     rules = make_rules(optimizer) if optimizer is not None else ()
     leaves = read_leaves(parameters_of(model), optimizer, find_units(model, units))
     plan = make_plan(leaves, policy, mesh.device, mesh.shard, mesh.replicate)
-    taken, shards, buffers, existing_state = at_once(take_over(model, optimizer, plan, mesh, None))
+    taken, shards, buffers, existing_state = at_once(take_over(model, optimizer, rules, plan, mesh, None))
     values = {Port("in", "shard", name): value for name, value in shards.items()}
     values |= {Port("in", "buffer", name): value for name, value in buffers.items()}
     state = optimizer_state(plan, rules, existing_state)

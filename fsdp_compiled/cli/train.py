@@ -108,6 +108,11 @@ class Training:
         policy = Policy(shard=options.shard, lower=options.lower, clip=options.clip or None, loss_scale=scale)
         self.sharded = compile_sharded(self.model, optimizer, loss=loss_of(self.share), policy=policy)
         self.ranks = Ranks(self.sharded.explain)
+        if len(set(map(str, self.ranks.exchange(self.loader.state_dict())))) > 1:
+            raise ValueError(
+                "ranks have other text, or were given another --seed, --context or --global-batch, and would train on "
+                "windows of different orders. Give all hosts the same --data and options"
+            )
         self.unread = Unread()
         self.skipped = 0  # steps that updated nothing, for what was not finite
         self.saved: Future[Any] | None = None

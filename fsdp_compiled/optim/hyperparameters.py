@@ -73,11 +73,13 @@ class Hyperparameters:
 
     def write(self, rules: Iterable[Rule]) -> None:
         """Brings the tensors up to date, without waiting for the device."""
+        self._seen = None  # where one is refused, all are written again
         groups = self._groups()
         for rule in rules:
             if rule.eagerly is not None:  # what its own code reads of them is noted for the ranks to compare
-                named = numbers_of(groups[rule.group]).items()
-                self.values.update({f"{rule.group}.{name}": value for name, value in named})
+                own = f"{rule.group}."
+                self.values = {key: value for key, value in self.values.items() if not key.startswith(own)}
+                self.values |= {f"{own}{name}": value for name, value in numbers_of(groups[rule.group]).items()}
             for name in rule.hypers:
                 key, value = f"{rule.group}.{name}", hyper(groups[rule.group], name)
                 if rule.nonzero and name == "lr" and value == 0:

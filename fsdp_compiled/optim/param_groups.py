@@ -56,7 +56,9 @@ def with_numbers(group: Mapping[str, Any], values: Mapping[str, float]) -> dict[
         new = values.get(name)
         if new is None or not isinstance(value, bool | int | float | torch.Tensor) or value == new:
             return value
-        return torch.full_like(value, new) if isinstance(value, torch.Tensor) else type(value)(new)
+        if isinstance(value, torch.Tensor):
+            return torch.full_like(value, new)
+        return type(value)(new) if type(value)(new) == new else new
 
     return {
         name: tuple(one(f"{name}[{place}]", item) for place, item in enumerate(value)) if type(value) is tuple

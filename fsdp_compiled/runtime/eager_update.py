@@ -92,6 +92,8 @@ class EagerUpdate(ABC):
             return
         for parameter in (parameter for group in self._own for parameter in group["params"]):
             if (piece := self._pieces.get(parameter._sharded_name)) is not None:
+                for name in noted_by([piece]) - noted_by([parameter]):
+                    delattr(piece, name)
                 piece.__dict__.update({name: vars(parameter)[name] for name in noted_by([parameter])})
         self._update(shards, outputs, idle)
         torch.autograd.graph.increment_version(list(self._shards.values()))
@@ -99,11 +101,9 @@ class EagerUpdate(ABC):
 
     def changed(self) -> list[str]:
         """Attributes of the optimizer that somebody else than its code has changed since its last step."""
-        now = self._noted()
-        names = {key: None for key in (*self._after, *now) if key[0] == "attribute"}
-        found = [name for key in names if now.get(key) != self._after.get(key) for name in [f"optimizer.{key[1]}"]]
-        self._after = now
-        return found
+        now, was = self._noted(), self._after
+        names = [key for key in {**was, **now} if key[0] == "attribute"]
+        return [f"optimizer.{key[1]}" for key in names if now.get(key) != was.get(key)]
 
     @abstractmethod
     def _update(

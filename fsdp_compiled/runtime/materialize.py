@@ -23,6 +23,14 @@ WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 def check_initializable(modules: Modules, init: Initializer | None) -> None:
     """Refuses a meta model with a module that nobody can fill, before anything is changed."""
+    for name, module in modules:
+        there = [key for key, one in module._parameters.items() if one is not None and not one.is_meta]
+        meta = [key for key, one in module._buffers.items() if one is not None and one.is_meta]
+        if there and meta:
+            raise ValueError(
+                f"{name or 'the model'} ({type(module).__name__}) has {meta[0]} on the meta device, but not "
+                f"{there[0]}: what fills the one would write the other. Give it values, module.{meta[0]} = tensor."
+            )
     if init is not None:
         return
     for name, module in modules:

@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 from fsdp_compiled.capture.model_tensors import named_parameters
 from fsdp_compiled.distributed.lockstep import Work
 from fsdp_compiled.distributed.mesh import Mesh, RankError, broadcast
+from fsdp_compiled.optim.rule import Rule
 from fsdp_compiled.optim.state_containers import all_leaves
 from fsdp_compiled.plan.leaf import Leaf, contiguous_stride, dense_stride
 from fsdp_compiled.plan.plan import Buffer, Plan, Slot
@@ -84,6 +85,12 @@ def _groups(known: Mapping[int, nn.Parameter], optimizer: Optimizer | None) -> d
                     f"shape {list(parameter.shape)}. Build it over this very model: "
                     f"{type(optimizer).__name__}(model.parameters(), ...)."
                 )
+            if id(parameter) in found:
+                raise ValueError(
+                    f"The optimizer holds a parameter of shape {list(parameter.shape)} twice, in groups "
+                    f"{found[id(parameter)]} and {index}, and would update it twice a step. Give it once: "
+                    "dict.fromkeys(parameters), where modules have weights in common."
+                )
             found[id(parameter)] = index
     if not any(parameter.requires_grad and key in found for key, parameter in known.items()):
         raise ValueError("The optimizer holds no parameter of the model that requires a gradient.")
@@ -103,7 +110,12 @@ def half_taken(mesh: Mesh) -> Iterator[None]:
 
 
 def take_over(
-    model: nn.Module, optimizer: Optimizer | None, plan: Plan, mesh: Mesh, init: Initializer | None
+    model: nn.Module,
+    optimizer: Optimizer | None,
+    rules: Sequence[Rule],
+    plan: Plan,
+    mesh: Mesh,
+    init: Initializer | None,
 ) -> Work[tuple[ManagedModel, Shards, Shards, Shards]]:
     """Moves every parameter into shards and leaves a live view in its place; in stages, for `lockstep`.
 
@@ -150,7 +162,7 @@ def take_over(
             shards[buffer.key] = _own_slice(flat, plan, mesh)
             del flat
             if resumed and optimizer is not None:
-                existing_state |= yield from _shard_existing_state(optimizer, buffer, parameters, plan, mesh)
+                existing_state |= yield from _shard_existing_state(optimizer, rules, buffer, parameters, plan, mesh)
             del parameters
             for place, owner in zip(places_of(layout, buffer), owners, strict=True):
                 _replace(originals[place.name], owner, place, optimizer)
@@ -204,9 +216,12 @@ def _replace(original: nn.Parameter, holders: Sequence[Holder], place: ShardPlac
 
 
 def _shard_existing_state(
-    optimizer: Optimizer, buffer: Buffer, parameters: Sequence[nn.Parameter], plan: Plan, mesh: Mesh
-) -> Stages:
-    """State per element that an optimizer brings along, such as Adagrad's sums or a resumed run's moments."""
+    optimizer: Optimizer, rules: Sequence[Rule], buffer: Buffer, parameters: Sequence[nn.Parameter], plan: Plan,
+    mesh: Mesh,
+) -> Stages:  # fmt: skip
+    """State per element that an optimizer brings along, such as Adagrad's sums or a resumed run's moments; of
+    parameters without any, what the rule starts from."""
+    begins = {one.name: one.initial for rule in rules if rule.group == buffer.group for one in rule.state}
     own = zip(buffer.slots, parameters, strict=True)
     states = {slot: all_leaves(optimizer.state.get(parameter, {})) for slot, parameter in own}
     names = {
@@ -220,7 +235,7 @@ def _shard_existing_state(
     found = {}
     for name in sorted(names):
         dtype = next(value.dtype for state in states.values() if isinstance(value := state.get(name), torch.Tensor))
-        flat = torch.zeros(buffer.numel, dtype=dtype, device=plan.device)
+        flat = torch.full((buffer.numel,), begins.get(name, 0.0), dtype=dtype, device=plan.device)
         for slot, state in states.items():
             if isinstance(value := state.get(name), torch.Tensor) and value.shape == slot.leaf.whole_shape:
                 write_slot(flat, slot, laid_part(value, slot.leaf))
@@ -242,6 +257,8 @@ def read_scalars(optimizer: Optimizer | None) -> dict[str, torch.Tensor]:
         for parameter in group["params"]:
             for name, value in all_leaves(optimizer.state.get(parameter, {})).items():
                 scalar = value if isinstance(value, torch.Tensor) else torch.tensor(value or 0.0)
+                if scalar.shape == (1,) != tuple(parameter.shape):
+                    scalar = scalar.reshape(())
                 if parameter.dim() == 0 and name != "step":
                     if not any(other.dim() for other in group["params"]):
                         found.setdefault(f"group {index}.{name}", scalar)

@@ -24,6 +24,10 @@ def _unchanged(model: nn.Module, before: dict[str, torch.Tensor], optimizer: tor
 
 
 REFUSED: dict[str, tuple[Callable[[Net], dict[str, Any]], str]] = {
+    "a parameter twice": (
+        lambda model: {"optimizer": torch.optim.SGD([*model.parameters(), next(model.parameters())], 0.1)},
+        "twice, in groups 0 and 0",
+    ),
     "optimizer": (lambda model: {"optimizer": sgd(build())}, "not the model's: group 0, position 0"),
     "not an optimizer": (lambda model: {"optimizer": 0.1}, "optimizer is a float"),
     "loss": (lambda model: {"loss": 3}, "loss is a int; expected a function"),
@@ -37,6 +41,7 @@ REFUSED: dict[str, tuple[Callable[[Net], dict[str, Any]], str]] = {
 }
 
 
+@pytest.mark.filterwarnings("ignore:optimizer contains a parameter group with duplicate")
 @pytest.mark.parametrize("case", REFUSED)
 def test_bad_arguments_are_refused_and_nothing_is_changed(case: str) -> None:
     arguments, message = REFUSED[case]

@@ -131,8 +131,44 @@ def test_an_attribute_by_which_parameters_are_mixed_is_refused() -> None:
     sharded = compile_sharded(model, optimizer, loss=_loss, policy=EAGER)
     sharded.step(torch.ones(4, 6))
     optimizer.total = True
-    with pytest.raises(ValueError, match="WholeFlagged is not supported: how it updates a parameter depends on which"):
-        sharded.step(torch.ones(4, 6))
+    for _ in range(2):  # at every call, until it is put back
+        with pytest.raises(ValueError, match="WholeFlagged is not supported: how it updates a parameter depends on"):
+            sharded.step(torch.ones(4, 6))
+    optimizer.total = False
+    sharded.step(torch.ones(4, 6))
+
+
+class Scaled(WholeFlagged):
+    def update(self, p: Any, g: Any, group: dict[str, Any]) -> None:
+        assert p.dim() < 3
+        p.add_(g, alpha=-group["lr"] * getattr(p, "scale", 1.0) - group.get("decay", 0.0))
+
+
+@pytest.mark.parametrize("whole", [True, False], ids=["whole", "on shards"])
+def test_what_was_noted_on_a_parameter_or_in_a_group_is_read_as_it_is(whole: bool) -> None:
+    """A note that is deleted again, and a number in whose place a tensor comes."""
+    eager, theirs, mine, sharded = _pair(Scaled if whole else Decays)
+    batch = torch.randn(4, 6)
+    for step in range(4):
+        for optimizer in (theirs, mine):
+            (group,) = optimizer.param_groups
+            if whole and step == 1:
+                group["params"][0].scale = 0.1
+            elif whole and step == 2:
+                del group["params"][0].scale
+            elif step == 2:
+                group["decay"] = torch.tensor(0.5)
+        _train(eager, theirs, sharded, batch)
+        torch.testing.assert_close(sharded.full_state_dict()["weight"], eager.weight.detach())
+
+
+class Decays(Flagged):
+    def __init__(self, params: Any) -> None:
+        super().__init__(params)
+        self.param_groups[0]["decay"] = 0.1
+
+    def update(self, p: Any, g: Any, group: dict[str, Any]) -> None:
+        p.add_(g, alpha=-group["lr"]).mul_(1 - group["decay"])
 
 
 def test_a_class_that_is_replaced_is_followed() -> None:

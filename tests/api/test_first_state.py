@@ -53,7 +53,27 @@ class Rated(Own):
         p.add_(gradient, alpha=-state["first_rate"] / state["count"])
 
 
+class Counted(Own):
+    """Counts its steps in a tensor of one element."""
+
+    def update(self, p: Any, gradient: Any, state: Any, group: Any) -> None:
+        if not state:
+            state["count"] = torch.zeros(1)
+        state["count"] += 1
+        p.add_(gradient, alpha=-group["lr"] / state["count"].item())
+
+
+class Ones(Own):
+    """A mean that begins at one, and no count of steps."""
+
+    def update(self, p: Any, gradient: Any, state: Any, group: Any) -> None:
+        mean = state.setdefault("mean", torch.ones_like(p))
+        mean.mul_(0.9).add_(gradient.abs(), alpha=0.1)
+        p.add_(gradient / mean, alpha=-group["lr"])
+
+
 KINDS: dict[str, Any] = {
+    "Counted": Counted, "Ones": Ones,
     "Rprop": optim.Rprop, "ASGD": optim.ASGD, "Half": Half, "HalfGroup": HalfGroup, "Rated": Rated,
     "dampened": lambda p: optim.SGD(p, 0.1, momentum=0.9, dampening=0.5),
 }  # fmt: skip
@@ -102,6 +122,19 @@ def _differs(plain: nn.Module, theirs: Any, sharded: Any) -> float:
 def test_state_begins_as_the_optimizer_s_own_code_begins_it(kind: str, before: int) -> None:
     plain, theirs, _, sharded = _pair(KINDS[kind], before)
     assert not any(rule.whole for rule in sharded._programs.rules)
+    assert _differs(plain, theirs, sharded) <= 2e-7
+
+
+def test_a_parameter_without_state_beside_one_that_has_some_begins_as_the_optimizer_does() -> None:
+    torch.manual_seed(0)
+    plain = nn.Linear(4, 2)
+    model = copy.deepcopy(plain)
+    theirs, mine = Ones(plain.parameters()), Ones(model.parameters())
+    for one, optimizer in ((plain, theirs), (model, mine)):
+        one.weight.grad = torch.ones(2, 4)
+        optimizer.step()
+        one.weight.grad = None
+    sharded = compile_sharded(model, mine, loss=_loss, policy=Policy(lower="eager"))
     assert _differs(plain, theirs, sharded) <= 2e-7
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -10,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import fx, nn, optim
 
-from fsdp_compiled.optim.param_groups import hyper, signature
+from fsdp_compiled import Policy, compile_sharded
+from fsdp_compiled.optim.param_groups import hyper, signature, with_numbers
 from fsdp_compiled.optim.rules import make_rules
 from fsdp_compiled.optim.trial import initial
 from tests.chosen import examples
@@ -106,6 +108,32 @@ def test_cycles_of_rate_and_momentum(kind: Any, schedule: Any, dtype: torch.dtyp
         plans[id(source)].step()
     assert differing(made, moves, dtype) == 0
     assert differing(made, moves, dtype, follow=False) > 0  # the control
+
+
+def test_rates_of_a_refused_step_are_forgotten() -> None:
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+    model = copy.deepcopy(plain)
+    theirs, mine = (optim.AdamW([{"params": part.parameters()} for part in one], lr=0.1) for one in (plain, model))
+    sharded = compile_sharded(model, mine, loss=lambda m, x: m(x).square().mean(), policy=Policy(lower="eager"))
+    x = torch.randn(3, 4)
+    for step in range(3):
+        if step == 1:
+            mine.param_groups[0]["lr"], mine.param_groups[1]["lr"] = 0.5, None
+            with pytest.raises(TypeError):
+                sharded.step(x)
+            mine.param_groups[0]["lr"] = mine.param_groups[1]["lr"] = 0.1
+        sharded.step(x)
+        theirs.zero_grad()
+        plain(x).square().mean().backward()
+        theirs.step()
+    for name, value in sharded.full_state_dict().items():
+        torch.testing.assert_close(value, plain.state_dict()[name])
+
+
+def test_a_whole_number_may_become_another_number() -> None:
+    """As the rate of a rank that has run out does, which is another one's."""
+    assert with_numbers({"lr": 1, "power": (2, 0.5)}, {"lr": 0.5, "power[0]": 3.0}) == {"lr": 0.5, "power": (3, 0.5)}
 
 
 @pytest.mark.parametrize("kind", [optim.AdamW, optim.SGD, optim.RMSprop])

@@ -134,6 +134,17 @@ def test_a_bool_may_be_meant_as_it_is() -> None:
     assert not made.any() and unwritten(made) == 0
 
 
+def test_a_buffer_on_the_meta_device_beside_parameters_that_are_loaded_is_refused() -> None:
+    """What fills it would write them."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+    norm: Any = model[1]
+    norm.running_mean = torch.empty(4, device="meta")
+    for init in (None, lambda module: module.reset_parameters()):
+        with pytest.raises(ValueError, match="has running_mean on the meta device, but not weight"):
+            compile_sharded(model, None, loss=lambda m, x: m(x).sum(), init=init, policy=Policy(lower="eager"))
+    assert norm.running_mean.is_meta
+
+
 def test_control_memory_as_it_was_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(materialize, "unwritten_like", lambda tensor, device: torch.zeros_like(tensor, device=device))
     assert float(sharded(first=Scaled).step(torch.arange(6))) >= 0

@@ -273,15 +273,19 @@ def _whole(
     """On whole tensors, by all ranks together; ``agreed``: rank 0's results."""
     wholes: dict[int, torch.Tensor] = {}  # by ``id``, what is computed with
     bases: dict[int, torch.Tensor] = {}  # by ``id``, what a written one is a view of
+    held: dict[int, torch.Tensor] = {}  # the same by where they are: of two views of one parameter it is one
+    changed = {_where(one._sharded.base or one) for one in ours if id(one) in written and not one._sharded.whole}
 
     def whole(value: Any) -> Any:
         if not is_sharded(value):
             return value
         if id(value) not in wholes:
             under = value._sharded.base if value._sharded.replay is not None else value
-            base = whole_of(under)
-            if id(value) in written and not value._sharded.whole:
-                base = base.clone() if base is under._sharded.flat else base
+            if (base := held.get(_where(under))) is None:
+                base = whole_of(under)
+                base = held[_where(under)] = (
+                    base.clone() if base is under._sharded.flat and _where(under) in changed else base
+                )
             bases[id(value)] = base
             wholes[id(value)] = value._sharded.replay(base) if value._sharded.replay is not None else base
         return wholes[id(value)]
@@ -315,6 +319,11 @@ def _whole(
         return wrapped(value, ours[0]._sharded.place)
 
     return pytree.tree_map(result, found)
+
+
+def _where(tensor: ShardedTensor) -> int:
+    """The same for what is in one place."""
+    return id(tensor._sharded.place if tensor._sharded.flat is None else tensor._sharded.flat)
 
 
 def whole_of(tensor: ShardedTensor) -> torch.Tensor:
