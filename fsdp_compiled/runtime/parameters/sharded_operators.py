@@ -274,19 +274,18 @@ def _whole(
     wholes: dict[int, torch.Tensor] = {}  # by ``id``, what is computed with
     bases: dict[int, torch.Tensor] = {}  # by ``id``, what a written one is a view of
     held: dict[int, torch.Tensor] = {}  # the same by where they are: of two views of one parameter it is one
-    changed = {_where(one._sharded.base or one) for one in ours if id(one) in written and not one._sharded.whole}
+    changed = {_where(_under(one)) for one in ours if id(one) in written and not one._sharded.whole}
 
     def whole(value: Any) -> Any:
         if not is_sharded(value):
             return value
         if id(value) not in wholes:
-            under = value._sharded.base if value._sharded.replay is not None else value
-            if (base := held.get(_where(under))) is None:
+            under = _under(value)
+            if _where(under) not in held:
                 base = whole_of(under)
-                base = held[_where(under)] = (
-                    base.clone() if base is under._sharded.flat and _where(under) in changed else base
-                )
-            bases[id(value)] = base
+                is_own = base is under._sharded.flat and _where(under) in changed
+                held[_where(under)] = base.clone() if is_own else base
+            bases[id(value)] = base = held[_where(under)]
             wholes[id(value)] = value._sharded.replay(base) if value._sharded.replay is not None else base
         return wholes[id(value)]
 
@@ -298,8 +297,7 @@ def _whole(
             ours[0]._sharded.place.agree(one)
     for value in ours:
         if id(value) in written and not value._sharded.whole:
-            under = value._sharded.base if value._sharded.replay is not None else value
-            assert under is not None
+            under = _under(value)
             under.local.copy_(under._sharded.place.cut(bases[id(value)]))
             if under._sharded.flat is None:
                 under._sharded.place.written(func.overloadpacket.__name__)
@@ -326,13 +324,19 @@ def _where(tensor: ShardedTensor) -> int:
     return id(tensor._sharded.place if tensor._sharded.flat is None else tensor._sharded.flat)
 
 
+def _under(tensor: ShardedTensor) -> ShardedTensor:
+    """What a view views; of what is no view, itself."""
+    base = tensor if tensor._sharded.replay is None else tensor._sharded.base
+    assert base is not None
+    return base
+
+
 def whole_of(tensor: ShardedTensor) -> torch.Tensor:
     """The whole; of what is whole, itself."""
     if tensor._sharded.whole:
         assert tensor._sharded.flat is not None
         return tensor._sharded.flat
-    base = tensor if tensor._sharded.replay is None else tensor._sharded.base
-    assert base is not None
+    base = _under(tensor)
     value = base._sharded.place.gather(base.local)
     return value if tensor._sharded.replay is None else tensor._sharded.replay(value)
 
