@@ -1,5 +1,5 @@
 """`fsdp-compiled` on ranks that something else has started: ``cli.py RESULT COMMAND...``; the result is, of each rank,
-its exit status and what it printed."""
+its exit status and what it printed. {rank} in the command is the rank."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 said = io.StringIO()
 with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
     try:
-        status = main(sys.argv[2:])
+        status = main([word.replace("{rank}", str(rank)) for word in sys.argv[2:]])
     except SystemExit as end:
         status = end.code  # type: ignore[assignment]
 host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
