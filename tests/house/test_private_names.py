@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -29,18 +30,26 @@ EVERY = chosen(
 )
 
 
-def told(use: str, how: str, folder: Path) -> list[dict[str, object]]:
-    """What the worker tells of eager PyTorch, and then of each name of this use."""
-    command = [sys.executable, "-P", "-m", "tests.workers.private_names", use, how]
-    around = os.environ | {"PYTHONPATH": str(ROOT), "TORCHINDUCTOR_CACHE_DIR": str(folder), "OMP_NUM_THREADS": "1"}
-    ran = subprocess.run(command, env=around, cwd=ROOT, capture_output=True, text=True, timeout=600)
-    assert ran.returncode == 0, ran.stderr
-    return [json.loads(line) for line in ran.stdout.splitlines()]
+@pytest.fixture(scope="module")
+def worker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[subprocess.Popen[str]]:
+    around = os.environ | {
+        "PYTHONPATH": str(ROOT),
+        "TORCHINDUCTOR_CACHE_DIR": str(tmp_path_factory.mktemp("cache")),
+        "OMP_NUM_THREADS": "1",
+    }
+    command = [sys.executable, "-P", "-m", "tests.workers.private_names"]
+    with subprocess.Popen(
+        command, env=around, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
+        yield process
 
 
 @pytest.mark.parametrize(("use", "how"), EVERY)
-def test_without_a_name_all_is_the_same_or_refused_by_name(use: str, how: str, tmp_path: Path) -> None:
-    eager, *taken = told(use, how, tmp_path)
+def test_without_a_name_all_is_the_same_or_refused_by_name(use: str, how: str, worker: subprocess.Popen[str]) -> None:
+    assert worker.stdin is not None and worker.stdout is not None
+    worker.stdin.write(json.dumps([use, how]) + "\n")
+    worker.stdin.flush()
+    eager, *taken = map(json.loads, json.loads(worker.stdout.readline()))
     kind, _, without = names.TABLE[use]
     assert how != "gone" or {one["name"] for one in taken} == set(asked(use))
     for one in taken:

@@ -1,6 +1,7 @@
-"""Steps of a small model where names of PyTorch's are gone, or not what they were: ``private_names.py USE HOW``.
+"""Steps of a small model where names of PyTorch's are gone, or not what they were.
 
-Each in a fork of this process, which has imported nothing of the package but the table. A line of JSON for each.
+A line of JSON from stdin is a use and how its names are; the answer is a line: what eager PyTorch tells, and each name.
+Each in a fork of this process, which has imported nothing of the package but the table.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ import inspect
 import json
 import logging
 import os
+import signal
 import sys
 import tempfile
 import warnings
@@ -22,6 +24,7 @@ from fsdp_compiled.torch_private import names
 from tests.chosen import examples
 
 FEW = 2
+SECONDS = 600  # for the steps of one name
 HOW = ("gone", "other signature", "other result")
 
 
@@ -108,23 +111,33 @@ def asked(use: str) -> tuple[str, ...]:
     return every[:: 1 if names.TABLE[use].kind == "core" else examples(-(-len(every) // FEW), 1)]
 
 
-def main(use: str, how: str) -> None:
+def forked(name: str, how: str) -> str:
+    """What a fork of this process tells, or nothing, if it dies or is not done in time."""
+    read, write = os.pipe()
+    if (child := os.fork()) == 0:
+        signal.alarm(SECONDS)
+        with os.fdopen(write, "w") as out:
+            out.write(json.dumps({"name": name, "how": how, **told(name, how)}))
+        os._exit(0)
+    os.close(write)
+    with os.fdopen(read) as found:
+        said = found.read()
+    os.waitpid(child, 0)
+    return said
+
+
+def main() -> None:
     warnings.simplefilter("ignore")
     for row in names.TABLE.values():  # imports what all of them need once
         list(map(names.has, row.names))
-    cases = ["", *(name for name in asked(use) if how == "gone" or called(name))]
     names._found.clear()
-    for name in cases:
-        read, write = os.pipe()
-        if (child := os.fork()) == 0:
-            with os.fdopen(write, "w") as out:
-                out.write(json.dumps({"name": name, "how": how, **told(name, how)}))
-            os._exit(0)
-        os.close(write)
-        with os.fdopen(read) as found:
-            print(found.read(), flush=True)
-        os.waitpid(child, 0)
+    eagerly = forked("", "")
+    for line in sys.stdin:
+        use, how = json.loads(line)
+        cases = [name for name in asked(use) if how == "gone" or called(name)]
+        names._found.clear()
+        print(json.dumps([eagerly, *(forked(name, how) for name in cases)]), flush=True)
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    main()
