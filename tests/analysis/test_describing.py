@@ -54,7 +54,6 @@ DESCRIPTIONS: list[tuple[Any, str, str]] = [
     (memory.Memory, "lines", "memory.txt"),
     (memory.Memory, "text", "memory.txt"),
     (roofline, "flops", ""),
-    (roofline, "traffic", ""),
     (timeline.Timeline, "text", "timeline.txt"),
     (dump, "estimate", "timeline.txt"),
     (dump, "summary", "program.txt"),

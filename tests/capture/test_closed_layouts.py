@@ -79,7 +79,7 @@ def test_in_a_block_like_others_it_is_seen(kind: str) -> None:
 @pytest.mark.parametrize("kind", ["shape", "data"])
 def test_control_without_the_question_it_is_not_seen(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     begin = Closed.__init__
-    monkeypatch.setattr(Closed, "__init__", lambda self, closed, scope, *_: begin(self, closed, scope))
+    monkeypatch.setattr(Closed, "__init__", lambda self, *given: begin(self, *given[:2], (), given[3]))
     monkeypatch.setattr(closure_values, "_place", id)
     eager, ours = losses(kind, 1, 0)
     assert ours[0] == eager[0] and ours[1] == ours[0] != eager[1]
