@@ -14,7 +14,7 @@ What a graph holds are addresses. The state's tensors, the scheduled rates and t
 theirs, and are written in place; the batch is copied into tensors that are held for it; results are handed out as
 copies, the small ones with one launch. torch writes the generator's seed and offset where the graph's random operators
 read them, before each launch, and advances the generator by what the graph draws; so a graph draws the numbers that
-the program would. The first launch is tried beside the program itself (`graph_trial`).
+the program would. The first launch is tried beside the program itself (`trials`).
 
 A graph belongs to the tensors that it was captured on. Called with another `State`, the program is captured anew on
 that one's tensors: their identity is asked, not their address, because whether a collective is captured must be the

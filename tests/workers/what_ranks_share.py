@@ -16,7 +16,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from fsdp_compiled import Policy, Sharded, compile_sharded
-from fsdp_compiled.lower import graph_trial
+from fsdp_compiled.lower import trials
 from fsdp_compiled.lower.cuda_graph import Replays
 from tests.graphs import compiled_with
 from tests.standin import Plain, StandIn
@@ -121,7 +121,7 @@ def graphs() -> Any:
     strict.capturable = frozenset({"nccl"})
     refused, same = trained(strict)
     full = torch.OutOfMemoryError("CUDA out of memory")
-    with mock.patch.object(graph_trial, "checksum", side_effect=full) if RANK else nullcontext():
+    with mock.patch.object(trials, "checksum", side_effect=full) if RANK else nullcontext():
         untried, equal = trained(StandIn())
     return {
         "same": losses == expected,

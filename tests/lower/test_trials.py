@@ -10,7 +10,7 @@ import torch
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fsdp_compiled.lower import graph_trial
+from fsdp_compiled.lower import trials
 from fsdp_compiled.lower.cuda_graph import WARM
 from tests.graphs import make, same, stand_in
 from tests.standin import Recorded, StandIn
@@ -89,7 +89,7 @@ def test_a_broken_graph_is_dropped_and_the_steps_are_the_programs(
 
 def test_without_the_comparison_the_broken_graph_would_train(monkeypatch: pytest.MonkeyPatch) -> None:
     """The control."""
-    monkeypatch.setattr(graph_trial, "BOUND", float("inf"))
+    monkeypatch.setattr(trials, "BOUND", float("inf"))
     sharded, plain = make(Broken(reads_other_memory)), make(False)
     for batch in batches(WARM + 1):
         sharded.step(*batch)
@@ -121,13 +121,13 @@ def test_a_graph_that_is_right_is_tried_once_and_its_numbers_are_kept() -> None:
 def test_checksums_tell_a_moved_element_from_a_reordered_sum() -> None:
     torch.manual_seed(0)
     tensor = torch.randn(10_000)
-    expected = {"shard": graph_trial.checksum(tensor)}
-    nudged = {"shard": graph_trial.checksum(tensor * (1 + 1e-6 * torch.randn(10_000)))}
-    assert not graph_trial.difference(expected, nudged)
-    assert graph_trial.difference(expected, {"shard": graph_trial.checksum(tensor.roll(1) * 1.01)})
-    assert graph_trial.difference(expected, {"shard": (float("nan"), float("nan"))})
+    expected = {"shard": trials.checksum(tensor)}
+    nudged = {"shard": trials.checksum(tensor * (1 + 1e-6 * torch.randn(10_000)))}
+    assert not trials.difference(expected, nudged)
+    assert trials.difference(expected, {"shard": trials.checksum(tensor.roll(1) * 1.01)})
+    assert trials.difference(expected, {"shard": (float("nan"), float("nan"))})
     nan = {"shard": (float("nan"), float("nan"))}
-    assert not graph_trial.difference(nan, nan)
+    assert not trials.difference(nan, nan)
 
 
 class Memory(TorchDispatchMode):
@@ -155,10 +155,10 @@ class Memory(TorchDispatchMode):
 
 
 def test_a_checksum_takes_little_memory_however_large_the_tensor() -> None:
-    tensor = torch.randn(3 * graph_trial.SLICE + 5)
+    tensor = torch.randn(3 * trials.SLICE + 5)
     expected = float(tensor.double().sum()), float(tensor.double().abs().sum())
-    with Memory(8 * graph_trial.SLICE):
-        assert graph_trial.checksum(tensor) == pytest.approx(expected, rel=1e-9)
+    with Memory(8 * trials.SLICE):
+        assert trials.checksum(tensor) == pytest.approx(expected, rel=1e-9)
         with pytest.raises(torch.OutOfMemoryError):  # the control
             tensor.sum(dtype=torch.float64)
 
@@ -168,16 +168,16 @@ def test_a_trial_without_memory_is_undone_and_the_graph_is_launched_untried(
     good: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     sharded, plain = make(True, dropout=0.2), make(False, dropout=0.2)
-    checksum, count = graph_trial.checksum, 0
+    checksum, count = trials.checksum, 0
 
-    def once(tensor: torch.Tensor) -> graph_trial.Checksum:
+    def once(tensor: torch.Tensor) -> trials.Checksum:
         nonlocal count
         count += 1
         if count > good:
             raise torch.OutOfMemoryError("CUDA out of memory")
         return checksum(tensor)
 
-    monkeypatch.setattr(graph_trial, "checksum", once)
+    monkeypatch.setattr(trials, "checksum", once)
     for batch in batches(WARM + 4):
         state = torch.get_rng_state()
         left = sharded.step(*batch)
@@ -193,9 +193,9 @@ def test_a_trial_without_memory_is_undone_and_the_graph_is_launched_untried(
 def test_copies_that_a_host_has_no_room_for_are_not_made(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    assert 2**20 < graph_trial.free_memory() < 2**60
+    assert 2**20 < trials.free_memory() < 2**60
     sharded, plain = make(True), make(False)
-    monkeypatch.setattr(graph_trial, "free_memory", lambda: 1024.0)
+    monkeypatch.setattr(trials, "free_memory", lambda: 1024.0)
     for batch in batches(WARM + 4):
         assert torch.equal(sharded.step(*batch), plain.step(*batch))
     assert sharded.replays == 4 and same(sharded.state, plain.state)
