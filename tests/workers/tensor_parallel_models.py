@@ -301,7 +301,7 @@ def offloaded() -> Any:
     runs = []
     for offload in (True, False):
         model = net(mesh["tp"], classes=True)
-        with mock.patch.object(api, "_device_refusal", lambda *_: None):
+        with mock.patch.object(api, "device_refusal", lambda *_: None):
             policy = replace(EAGER, offload=offload, clip=0.3)
             sharded = compile_sharded(model, sgd(model), loss=loss_fn, mesh=mesh, policy=policy)
         run = ours(sharded, row)
