@@ -10,6 +10,7 @@ import torch
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from fsdp_compiled import Sharded
 from fsdp_compiled.lower import trials
 from fsdp_compiled.lower.cuda_graph import WARM
 from tests.graphs import make, same, stand_in
@@ -108,14 +109,19 @@ def test_where_a_graph_was_asked_for_other_numbers_are_an_error_and_nothing_is_w
     assert same(before, sharded.state)
 
 
-def test_a_graph_that_is_right_is_tried_once_and_its_numbers_are_kept() -> None:
-    sharded, plain = make(True, dropout=0.2), make(False, dropout=0.2)
+def check_replays(sharded: Sharded, plain: Sharded) -> None:
+    """Four steps are replayed, and all give what those without a graph do."""
     for batch in batches(WARM + 4):
         state = torch.get_rng_state()
         left = sharded.step(*batch)
         torch.set_rng_state(state)
         assert torch.equal(left, plain.step(*batch))
     assert sharded.replays == 4 and same(sharded.state, plain.state)
+
+
+def test_a_graph_that_is_right_is_tried_once_and_its_numbers_are_kept() -> None:
+    sharded, plain = make(True, dropout=0.2), make(False, dropout=0.2)
+    check_replays(sharded, plain)
 
 
 def test_checksums_tell_a_moved_element_from_a_reordered_sum() -> None:
@@ -178,12 +184,7 @@ def test_a_trial_without_memory_is_undone_and_the_graph_is_launched_untried(
         return checksum(tensor)
 
     monkeypatch.setattr(trials, "checksum", once)
-    for batch in batches(WARM + 4):
-        state = torch.get_rng_state()
-        left = sharded.step(*batch)
-        torch.set_rng_state(state)
-        assert torch.equal(left, plain.step(*batch))
-    assert sharded.replays == 4 and same(sharded.state, plain.state)
+    check_replays(sharded, plain)
     said = [record.getMessage() for record in caplog.records if "not compared" in record.getMessage()]
     assert len(said) == 1 and "(rank 0: OutOfMemoryError: CUDA out of memory)" in said[0]
     assert count == good + 1, "a trial is made once"
