@@ -182,6 +182,11 @@ class Edit:
         self._inputs[port] = node
         return node
 
+    def before(self, port: Port, value: fx.Node) -> fx.Node:
+        """What the tensor held that ``value`` is written to: its placeholder, a new one where nothing reads it yet."""
+        old = Port("in", port.kind, port.name)
+        return self._inputs.get(old) or self.add_input(old, value.meta["val"])
+
     def fake(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         if not all(type(size) is int for size in shape):
             with self.mode:

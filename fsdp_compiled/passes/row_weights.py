@@ -45,8 +45,7 @@ def weigh(program: Program, plan: Plan) -> Program:
             mark = Mark("weigh")
             with edit.at(edit.end, "update"):
                 any_rows = edit.call(aten.gt.Scalar, rows, 0, mark=mark)
-                old = Port("in", port.kind, port.name)
-                before = edit.inputs.get(old) or edit.add_input(old, value.meta["val"])  # which nothing else reads
+                before = edit.before(port, value)
                 edit.set_output(port, edit.call(aten.where.self, any_rows, value, before, mark=mark))
     edit.set_output(WEIGHT, rows)
     return edit.done("weigh")

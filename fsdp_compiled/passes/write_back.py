@@ -14,7 +14,7 @@ import torch
 
 from fsdp_compiled.ir.edit import Edit
 from fsdp_compiled.ir.nodes import Mark
-from fsdp_compiled.ir.program import Port, Program
+from fsdp_compiled.ir.program import Program
 from fsdp_compiled.plan.plan import Plan
 
 aten = torch.ops.aten
@@ -28,8 +28,7 @@ def write_back(program: Program, plan: Plan) -> Program:
     with edit.at(edit.end, "update"):
         for port, value in edit.outputs.items():
             if port.kind in ("buffer", "constant") and value is not None:
-                old = Port("in", port.kind, port.name)
-                target = edit.inputs.get(old) or edit.add_input(old, value.meta["val"])  # nothing reads what it was
+                target = edit.before(port, value)
                 edit.remove_output(port)
                 edit.call(aten.copy_.default, target, value, mark=Mark("update"))
     return edit.done("write_back")
