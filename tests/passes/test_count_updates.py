@@ -32,7 +32,7 @@ def test_every_update_is_counted_and_no_void_step(scaled: bool) -> None:
 
 def test_without_the_pass_nothing_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     """The broken control: no other place counts."""
-    monkeypatch.setattr("fsdp_compiled.passes.update", lambda program, plan: program.after("count_updates"))
+    monkeypatch.setattr("fsdp_compiled.passes.count_updates", lambda program, plan: program.after("count_updates"))
     model = nn.Linear(4, 2)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     sharded = compile_sharded(model, optimizer, loss=loss, policy=Policy(lower="eager"))
