@@ -36,7 +36,6 @@ from fsdp_compiled.plan.plan import Plan
 from fsdp_compiled.plan.units import Choice
 from fsdp_compiled.policy import Policy
 from fsdp_compiled.runtime.checked_call import checked_call, device_refusal, eager_refusal, local_refusal, wire_refusal
-from fsdp_compiled.runtime.eager_update import state_by_name
 from fsdp_compiled.runtime.local_steps import LocalSteps, exchanges, own_sites
 from fsdp_compiled.runtime.managed_model import ManagedModel
 from fsdp_compiled.runtime.param_step_counts import brought_by
@@ -50,7 +49,7 @@ from fsdp_compiled.runtime.sharded import Sharded
 from fsdp_compiled.runtime.state import Copies, State, optimizer_state
 from fsdp_compiled.runtime.tensor_parallel.parts import check_policy, check_tensor_parallel
 from fsdp_compiled.runtime.tensor_parallel.plan import apply_cuts, find_cuts
-from fsdp_compiled.runtime.whole_update import WholeUpdate, first_rank_s
+from fsdp_compiled.runtime.whole_update import WholeUpdate, first_rank_s, state_by_name
 
 log = logging.getLogger("fsdp_compiled")
 

@@ -17,17 +17,21 @@ compare what their code counts in groups and attributes, so that one that starts
 training is an error on all of them, and parameters are what they were. Where messages travel beside compute this goes
 in rounds, a call of the step each (`plan.owners`), if that is proved to come to the same.
 
+The optimizer is the user's own object, so what its code keeps in groups and attributes, and what a scheduler writes
+there, is where it always is. State of parameters is kept here. A parameter that the loss does not reach has no
+gradient, and a step that overflowed does not run, as in eager PyTorch.
+
 The eager code is what runs under both lowerings, so the numbers are those of eager PyTorch on the same gradients, bit
 for bit, Newton-Schulz in bfloat16 included. See `fsdp_compiled.optim.whole` for who may.
-
-One round of an update by owners: some parameters, whose parts travel to their owners and back; see `plan.owners`.
 """
 
 from __future__ import annotations
 
+import copy
 import zlib
-from collections.abc import Collection, Mapping, Sequence
-from contextlib import nullcontext
+from collections import defaultdict
+from collections.abc import Collection, Iterator, Mapping, MutableMapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -35,35 +39,105 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
+from fsdp_compiled.capture.model_tensors import named_parameters
 from fsdp_compiled.distributed.mesh import Mesh, RankError, from_first
-from fsdp_compiled.distributed.owners import Divided, Message, Owned
-from fsdp_compiled.ir.program import Port
-from fsdp_compiled.optim.optimizer_copy import attributes_of
-from fsdp_compiled.optim.state_containers import all_leaves
+from fsdp_compiled.distributed.owners import Owned, Round
+from fsdp_compiled.ir.program import OVERFLOW, Port
+from fsdp_compiled.optim.optimizer_copy import Refused, attributes_of, step_of
+from fsdp_compiled.optim.param_groups import options_of
+from fsdp_compiled.optim.state_containers import all_leaves, filled, form_of, leaves_of, named_leaves
+from fsdp_compiled.optim.ways import noted_by
 from fsdp_compiled.optim.whole import OnItsOwn, is_known
 from fsdp_compiled.plan.leaf import Leaf
 from fsdp_compiled.plan.owners import Update, rounds, update_cost
-from fsdp_compiled.plan.plan import Buffer, Slot
-from fsdp_compiled.runtime.eager_update import INSTEAD, EagerUpdate
+from fsdp_compiled.plan.plan import Plan, Slot
+from fsdp_compiled.runtime.checkpoint.values import Tensors, digest, encode
 from fsdp_compiled.runtime.shard_model import write_slot
 
 FAILED = 0  # a word
+INSTEAD = "Use one whose update of a parameter is a function of its own gradient and state alone, such as AdamW."
 HALF = (
     "The optimizer's state may be half updated: load a checkpoint, or build the model and call compile_sharded again."
 )
+PLAIN = {bool, int, float, str, type(None)}
 
 
-class WholeUpdate(EagerUpdate):
-    """Runs one optimizer's step on the whole parameters that this rank owns."""
+def state_by_name(model: nn.Module, optimizer: Optimizer) -> dict[Any, Any]:
+    """What the optimizer keeps, before it is taken over."""
+    if not optimizer.state:
+        return {}
+    names = {parameter: name for name, parameter in named_parameters(model)}
+    return {names.get(key, key): value for key, value in optimizer.state.items()}
 
-    what = "whole parameters"
 
-    def __init__(self, *given: Any, apart: bool = False) -> None:
-        """``apart``: whether its step may be called on some parameters, and then on others."""
-        self._apart = apart
+def first_rank_s(value: Any, mesh: Mesh, device: torch.device) -> Any:
+    """Rank 0's tensors and numbers, on every rank; what is on a GPU there is on this rank's here. Collective."""
+    if mesh.world == 1:
+        return value
+    places: list[str] = []
+
+    def on_host(leaf: Any) -> Any:
+        places.append(leaf.device.type if isinstance(leaf, torch.Tensor) else "")
+        return leaf.detach().cpu() if isinstance(leaf, torch.Tensor) else leaf
+
+    given, where = from_first((pytree.tree_map(on_host, value), places) if mesh.rank == 0 else None, mesh)
+    kinds = iter(where)
+    return pytree.tree_map(lambda leaf: leaf.to(device) if next(kinds) not in ("", "cpu") else leaf, given)
+
+
+class WholeUpdate:
+    """Runs one optimizer's step on the whole parameters that this rank owns: its *pieces*, which hold values only
+    while a step runs.
+
+    ``groups``: those whose parameters it updates; ``brought``: what the optimizer kept when it was taken over, by
+    parameter's name, and named state by its own; ``apart``: whether its step may be called on some parameters, and then
+    on others.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        groups: Sequence[int],
+        plan: Plan,
+        mesh: Mesh,
+        shards: Mapping[str, torch.Tensor],
+        brought: Mapping[Any, Any],
+        apart: bool = False,
+    ) -> None:
+        self.optimizer, self._plan, self._mesh, self._apart = optimizer, plan, mesh, apart
+        self.groups = [optimizer.param_groups[index] for index in groups]
+        names = {name for row in self.names_of_groups for name in row}
+        slots = [(buffer, slot) for buffer in plan.buffers if buffer.updated for slot in buffer.slots]
+        self._slots = {slot.name: (buffer, slot) for buffer, slot in slots if slot.name in names}
+        self._shards: dict[str, torch.Tensor] = {}  # that parts are taken from
+        self._parts = {  # what of each parameter is in a shard here
+            name: (buffer, plan.part(buffer, slot, mesh.shard_rank, plan.placement.state))
+            for name, (buffer, slot) in self._slots.items()
+        }
+        self._views: dict[str, torch.Tensor] = {}
+        self._follow(shards)
+        self._nothing = {  # what pieces hold between steps: of the parameter's shape, and of one element in memory
+            name: torch.zeros((), dtype=buffer.dtype, device=plan.device).expand(slot.leaf.shape)
+            for name, (buffer, slot) in self._slots.items()
+            if plan.owners.get(name, mesh.shard_rank) == mesh.shard_rank
+        }
+        self._pieces = {name: nn.Parameter(nothing) for name, nothing in self._nothing.items()}
+        self._groups = [[self._pieces[name] for name in row if name in self._pieces] for row in self.names_of_groups]
+        self._state: Any = defaultdict(dict)
+        parameters = {slot.name for buffer in plan.buffers for slot in buffer.slots}
+        for name, value in brought.items():
+            if name in self._pieces:
+                self._state[self._pieces[name]] = dict(copy.deepcopy(value))
+            elif name not in parameters:
+                self._state[name] = value
+        self._shown: dict[str, tuple[torch.Tensor, int]] = {}  # state as it was shown, with versions of copies
+        self._written: dict[str, set[str]] = {"option": set(), "attribute": set()}  # by its code
+        self._after = self._noted()
         self._orders: dict[tuple[str, ...], list[tuple[dict[str, Owned], list[list[nn.Parameter]]]]] = {}
-        self._nothing: dict[str, torch.Tensor] = {}  # what pieces hold between steps
-        super().__init__(*given)
+
+    @property
+    def name(self) -> str:
+        return type(self.optimizer).__name__
 
     @property
     def owned(self) -> list[str]:
@@ -76,67 +150,21 @@ class WholeUpdate(EagerUpdate):
         return {name: slot.leaf for name, (_, slot) in self._slots.items()}
 
     @property
-    def groups(self) -> list[dict[str, Any]]:
-        """The optimizer's own whose parameters it updates."""
-        return self._own
-
-    @property
     def names_of_groups(self) -> list[list[str]]:
-        return self._names_of_groups()
+        return [[parameter._sharded_name for parameter in group["params"]] for group in self.groups]
 
-    @property
-    def optimizer(self) -> Optimizer:
-        return self._optimizer
-
-    def of_parameters(self) -> dict[str, Any]:
-        """What it keeps for each parameter that this rank owns, by name."""
-        found = {name: dict(self._state[piece]) for name, piece in self._pieces.items() if self._state.get(piece)}
-        for name, kept in found.items():
-            tensors = [id(leaf) for leaf in all_leaves(kept).values() if isinstance(leaf, torch.Tensor)]
-            if len(set(tensors)) < len(tensors):
-                self.refuse("save", f"it keeps one tensor of {name} under two names, which would be two when loaded.")
-        return found
-
-    def of_all_ranks(self) -> dict[str, Any]:
-        """What its code has written in groups, by name, and in attributes. Raises ``ValueError`` for other state."""
-        if named := [name for name in self._state if isinstance(name, str)]:
-            self.refuse("save", f"it keeps state {named[0]!r}, which belongs to no parameter.")
-        own = attributes_of(self._optimizer)
-        return {
-            "written": sorted(self._written["option"]),
-            "attributes": {name: own[name] for name in sorted(self._written["attribute"] & own.keys())},
-        }
-
-    def go_on(self, owned: Mapping[str, Any], others: Mapping[str, Any]) -> None:
-        """From these, which take the places of `of_parameters` and `of_all_ranks`."""
-        for name, piece in self._pieces.items():
-            self._state.pop(piece, None)
-            if name in owned:
-                self._state[piece] = {key: _placed(value, str(key), piece.device) for key, value in owned[name].items()}
-        vars(self._optimizer).update(others["attributes"])
-        self._written = {"option": set(others["written"]), "attribute": set(others["attributes"])}
-
-    def _slots_of(self) -> dict[str, tuple[Buffer, Slot]]:
-        return {name: place for name, place in super()._slots_of().items() if place[0].updated}
-
-    def _follow(self, shards: Mapping[str, torch.Tensor]) -> None:
-        """The shards that parts are taken from; pieces hold values only while a step runs."""
-        if self._shards and all(shards[key] is known for key, known in self._shards.items()):
+    def run(
+        self, state: MutableMapping[str, torch.Tensor], shards: Mapping[str, torch.Tensor],
+        outputs: Mapping[Port, torch.Tensor], idle: Collection[str],
+    ) -> None:  # fmt: skip
+        """One step on the gradients among these outputs of the program. ``state`` is what people see of the state."""
+        if OVERFLOW in outputs and bool(outputs[OVERFLOW]):
             return
-        self._shards = {buffer.key: shards[buffer.key] for buffer, _ in self._slots.values()}
-        for name, (buffer, part) in self._parts.items():
-            self._views[name] = part.of(self._shards[buffer.key].detach())
-        owners = self._plan.owners
-        for name, (buffer, slot) in self._slots.items() if not self._pieces else ():
-            if owners.get(name, self._mesh.shard_rank) == self._mesh.shard_rank:
-                # Of the parameter's shape, and of one element in memory.
-                nothing = torch.zeros((), dtype=buffer.dtype, device=self._plan.device).expand(slot.leaf.shape)
-                self._nothing[name] = nothing
-                self._pieces[name] = nn.Parameter(nothing)
-
-    def _update(
-        self, shards: Mapping[str, torch.Tensor], outputs: Mapping[Port, torch.Tensor], idle: Collection[str]
-    ) -> None:
+        for parameter in (parameter for group in self.groups for parameter in group["params"]):
+            if (piece := self._pieces.get(parameter._sharded_name)) is not None:
+                for name in noted_by([piece]) - noted_by([parameter]):
+                    delattr(piece, name)
+                piece.__dict__.update({name: vars(parameter)[name] for name in noted_by([parameter])})
         self._follow(shards)
         of_buffers = {key: outputs.get(Port("out", "update", key)) for key in self._shards}
         gradients: dict[str, torch.Tensor] = {}
@@ -151,6 +179,22 @@ class WholeUpdate(EagerUpdate):
             before = self._noted()
             self._on(gradients, parameters, self._groups)
             self._note(before)
+        torch.autograd.graph.increment_version(list(self._shards.values()))
+        self.show(state)
+
+    def changed(self) -> list[str]:
+        """Attributes of the optimizer that somebody else than its code has changed since its last step."""
+        now, was = self._noted(), self._after
+        names = [key for key in {**was, **now} if key[0] == "attribute"]
+        return [f"optimizer.{key[1]}" for key in names if now.get(key) != was.get(key)]
+
+    def _follow(self, shards: Mapping[str, torch.Tensor]) -> None:
+        """The shards that parts are taken from."""
+        if self._shards and all(shards[key] is known for key, known in self._shards.items()):
+            return
+        self._shards = {buffer.key: shards[buffer.key] for buffer, _ in self._slots.values()}
+        for name, (buffer, part) in self._parts.items():
+            self._views[name] = part.of(self._shards[buffer.key].detach())
 
     def _on(
         self, gradients: Mapping[str, torch.Tensor], parameters: Mapping[str, torch.Tensor],
@@ -162,13 +206,45 @@ class WholeUpdate(EagerUpdate):
             for name, piece, values in given:
                 in_shape = self._slots[name][1].leaf.in_shape
                 piece.data, piece.grad = in_shape(values), in_shape(gradients[name])
-            self._step(nullcontext() if is_known(type(self._optimizer)) else OnItsOwn(), groups)
+            self._step(nullcontext() if is_known(type(self.optimizer)) else OnItsOwn(), groups)
             for name, piece, values in given:
                 if piece.data_ptr() != values.data_ptr():  # its code bound `p.data` anew
                     write_slot(values, Slot(self._slots[name][1].leaf, 0), piece.detach())
         finally:
             for name, piece, _ in given:
                 piece.data = self._nothing[name]
+
+    def _step(self, guard: AbstractContextManager[Any], groups: Sequence[Sequence[nn.Parameter]]) -> None:
+        """The optimizer's own step on those of these pieces, by group, that have gradients."""
+        try:
+            with self._opened(groups), torch.no_grad(), guard:
+                step_of(type(self.optimizer))(self.optimizer)
+        except Refused as error:
+            raise RuntimeError(
+                f"{self.name} runs as it is, on whole parameters, and now {error}: each rank would update by another "
+                f"number. Nothing in its first steps told. {INSTEAD}"
+            ) from error
+        finally:
+            for group in groups:
+                for piece in group:
+                    piece.grad = None
+
+    @contextmanager
+    def _opened(self, groups: Sequence[Sequence[nn.Parameter]]) -> Iterator[None]:
+        """Inside, the optimizer holds these pieces, and its state."""
+        own = self.optimizer
+        before = [group["params"] for group in self.groups], own.param_groups, own.state
+        for group, pieces in zip(self.groups, groups, strict=True):
+            group["params"] = list(pieces)
+        own.param_groups = list(self.groups)
+        own.state = self._state
+        try:
+            yield
+        finally:
+            self._state = own.state
+            for group, parameters in zip(self.groups, before[0], strict=True):
+                group["params"] = parameters
+            own.param_groups, own.state = before[1:]
 
     def _by_owners(self, gradients: Mapping[str, torch.Tensor], parameters: Mapping[str, torch.Tensor]) -> None:
         order = self._order(tuple(parameters))
@@ -214,7 +290,7 @@ class WholeUpdate(EagerUpdate):
             )
         if odd := [rank for rank, other in enumerate(words) if other != words[0]]:
             raise RankError(
-                f"What {type(self._optimizer).__name__} keeps in its groups and attributes is not the same on ranks 0 "
+                f"What {self.name} keeps in its groups and attributes is not the same on ranks 0 "
                 f"and {odd[0]} along the shard axis. Either one rank's script set an option alone: set it on all. Or "
                 "its code wrote it, for ranks own different parameters, and how it updates one depends on others now: "
                 f"{INSTEAD[0].lower()}{INSTEAD[1:]} No rank wrote its own. {HALF}"
@@ -225,7 +301,7 @@ class WholeUpdate(EagerUpdate):
         for one in noted[1:]:
             if odd := sorted(key[1] for key in noted[0].keys() | one.keys() if noted[0].get(key) != one.get(key)):
                 raise RuntimeError(
-                    f"{type(self._optimizer).__name__} runs in several calls of its step, so that messages travel "
+                    f"{self.name} runs in several calls of its step, so that messages travel "
                     f"meanwhile, and now writes another {odd[0]!r} in each: it would count calls for steps. Nothing in "
                     "its first steps told. Let it count from its first step, or leave out Policy.network."
                 )
@@ -258,20 +334,124 @@ class WholeUpdate(EagerUpdate):
         parts = self._plan.parts(*self._slots[name])
         return Owned(self._plan.owners[name], tuple((part.first, part.last) for part in parts))
 
+    def _note(self, before: Mapping[tuple[str, str, int], Any]) -> None:
+        """What its code has written in groups and attributes since they were noted."""
+        self._after = self._noted()
+        for place, name, _ in (one for one, value in self._after.items() if before.get(one) != value):
+            self._written[place].add(name)
 
-def first_rank_s(value: Any, mesh: Mesh, device: torch.device) -> Any:
-    """Rank 0's tensors and numbers, on every rank; what is on a GPU there is on this rank's here. Collective."""
-    if mesh.world == 1:
-        return value
-    places: list[str] = []
+    def _noted(self) -> dict[tuple[str, str, int], Any]:
+        """Its groups' options and its attributes, as they can be compared later."""
+        options = [("option", index, options_of(group)) for index, group in enumerate(self.optimizer.param_groups)]
+        found = {}
+        for place, index, values in [*options, ("attribute", 0, attributes_of(self.optimizer))]:
+            for name, value in values.items():
+                if _is_plain(value):
+                    found[place, name, index] = repr(value)  # most of them, without what the rest takes
+                    continue
+                tensors: Tensors = {}
+                try:
+                    found[place, name, index] = digest(encode(value, name, tensors), tensors)
+                except ValueError:  # no plain data, which `kept` may refuse
+                    continue
+        return found
 
-    def on_host(leaf: Any) -> Any:
-        places.append(leaf.device.type if isinstance(leaf, torch.Tensor) else "")
-        return leaf.detach().cpu() if isinstance(leaf, torch.Tensor) else leaf
+    def refuse(self, call: str, instead: str) -> None:
+        """Raises ``ValueError``: this call cannot be made with an optimizer that runs as it is."""
+        raise ValueError(
+            f"{call} with {self.name}, which runs as it is, on whole parameters, after the program: {instead}"
+        )
 
-    given, where = from_first((pytree.tree_map(on_host, value), places) if mesh.rank == 0 else None, mesh)
-    kinds = iter(where)
-    return pytree.tree_map(lambda leaf: leaf.to(device) if next(kinds) not in ("", "cpu") else leaf, given)
+    def show(self, state: MutableMapping[str, torch.Tensor]) -> None:
+        """Makes ``state`` what the optimizer keeps for its parameters: tensors, and copies of numbers.
+
+        By ``"<parameter>.<name>"``; this rank's pieces.
+        """
+        for key in self._shown:
+            state.pop(key, None)
+        self._shown.clear()
+        for key, value in self._kept().items():
+            shown = value if isinstance(value, torch.Tensor) else torch.tensor(value, dtype=torch.float64)
+            self._shown[key] = shown, shown._version
+        state.update({key: shown for key, (shown, _) in self._shown.items()})
+
+    def read(self, state: Mapping[str, torch.Tensor]) -> None:
+        """What people put or wrote into the state that they see becomes the optimizer's. Raises ``ValueError``."""
+        mine = {key for key in state if key.rpartition(".")[0] in self._slots or key in self._shown}
+        if mine != self._shown.keys():
+            odd = sorted(mine ^ self._shown.keys())
+            raise ValueError(
+                f"{odd[0]!r} was put into sharded.state.optimizer, or taken out: {self.name}, "
+                "which runs as it is, keeps its state in a form of its own. Write into the tensors that there are."
+            )
+        given = {
+            key: state[key]
+            for key, (shown, version) in self._shown.items()
+            if state[key] is not shown or shown._version != version
+        }
+        for name, piece in self._pieces.items() if given else ():
+            for top, value in self._state[piece].items() if piece in self._state else ():
+                labels = [f"{name}.{label}" for label in named_leaves(str(top), value)]
+                if not given.keys().isdisjoint(labels):
+                    leaves = [
+                        _instead(leaf, given.get(label)) for label, leaf in zip(labels, leaves_of(value), strict=True)
+                    ]
+                    self._state[piece][top] = filled(form_of(value), leaves)
+
+    def _kept(self) -> dict[str, Any]:
+        """Tensors and numbers of the parameters' state, by name."""
+        return {
+            f"{name}.{label}": leaf
+            for name, piece in self._pieces.items()
+            if piece in self._state
+            for top, value in self._state[piece].items()
+            for label, leaf in named_leaves(str(top), value).items()
+            if isinstance(leaf, torch.Tensor | bool | int | float)
+        }
+
+    def of_parameters(self) -> dict[str, Any]:
+        """What it keeps for each parameter that this rank owns, by name."""
+        found = {name: dict(self._state[piece]) for name, piece in self._pieces.items() if self._state.get(piece)}
+        for name, kept in found.items():
+            tensors = [id(leaf) for leaf in all_leaves(kept).values() if isinstance(leaf, torch.Tensor)]
+            if len(set(tensors)) < len(tensors):
+                self.refuse("save", f"it keeps one tensor of {name} under two names, which would be two when loaded.")
+        return found
+
+    def of_all_ranks(self) -> dict[str, Any]:
+        """What its code has written in groups, by name, and in attributes. Raises ``ValueError`` for other state."""
+        if named := [name for name in self._state if isinstance(name, str)]:
+            self.refuse("save", f"it keeps state {named[0]!r}, which belongs to no parameter.")
+        own = attributes_of(self.optimizer)
+        return {
+            "written": sorted(self._written["option"]),
+            "attributes": {name: own[name] for name in sorted(self._written["attribute"] & own.keys())},
+        }
+
+    def go_on(self, owned: Mapping[str, Any], others: Mapping[str, Any]) -> None:
+        """From these, which take the places of `of_parameters` and `of_all_ranks`."""
+        for name, piece in self._pieces.items():
+            self._state.pop(piece, None)
+            if name in owned:
+                self._state[piece] = {key: _placed(value, str(key), piece.device) for key, value in owned[name].items()}
+        vars(self.optimizer).update(others["attributes"])
+        self._written = {"option": set(others["written"]), "attribute": set(others["attributes"])}
+
+
+def _is_plain(value: Any) -> bool:
+    kind = type(value)
+    if kind is dict:
+        return PLAIN.issuperset(map(type, value)) and all(map(_is_plain, value.values()))
+    return kind in PLAIN or (kind is tuple and PLAIN.issuperset(map(type, value)))
+
+
+def _instead(old: Any, new: torch.Tensor | None) -> Any:
+    """The new value as the optimizer's code keeps it."""
+    if new is None or new is old:
+        return old
+    if isinstance(old, torch.Tensor):
+        return new.to(old.device, old.dtype).reshape(old.shape)
+    return type(old)(new.item())
 
 
 def _placed(value: Any, name: str, device: torch.device) -> Any:
@@ -281,63 +461,3 @@ def _placed(value: Any, name: str, device: torch.device) -> Any:
         return leaf.to(device) if isinstance(leaf, torch.Tensor) and (name != "step" or leaf.dim()) else leaf
 
     return pytree.tree_map(one, value)
-
-
-Named = Mapping[str, torch.Tensor]
-
-
-class Round:
-    """These parameters, on their way to their owners once it is made. Collective, as is each call.
-
-    ``gradients``, ``parameters``: this rank's parts, 1-d, by name.
-    """
-
-    def __init__(self, rows: Mapping[str, Owned], gradients: Named, parameters: Named, mesh: Mesh) -> None:
-        self._rows, self._mesh = rows, mesh
-        self._gradients, self._parameters = (
-            Divided(list(rows.values()), [own[name] for name in rows], mesh) for own in (gradients, parameters)
-        )
-        self._travels = any(row.sent for row in rows.values())
-        self._message: Message | None = None
-        if self._travels:
-            sides = self._gradients, self._parameters
-            given, taken = (
-                [[one for side in sides for one in getattr(side, name)[rank]] for rank in range(mesh.shard)]
-                for name in ("given", "taken")
-            )
-            self._message = Message(given, taken, mesh)
-
-    @property
-    def in_place(self) -> Sequence[torch.Tensor]:
-        """Parameters that this rank has all of and owns: they are updated where they are."""
-        pairs = zip(self._rows.values(), self._parameters.wholes, strict=True)
-        return [whole for row, whole in pairs if whole is not None and not row.sent]
-
-    def receive(self) -> tuple[Named, Named]:
-        """Gradients and parameters that this rank owns, whole, 1-d."""
-        for side in (self._gradients, self._parameters):
-            side.put_in()
-        if self._message is not None:
-            self._message.wait()
-            self._message.put()
-        gradients, parameters = (
-            {name: whole for name, whole in zip(self._rows, side.wholes, strict=True) if whole is not None}
-            for side in (self._gradients, self._parameters)
-        )
-        return gradients, parameters
-
-    def send_back(self, word: int | None = None) -> None:
-        """The new parameters are on their way back. ``word``: of this rank, at the end of the last round."""
-        self._message = None
-        if self._travels or word is not None:
-            self._message = Message(self._parameters.taken, self._parameters.given, self._mesh, word)
-
-    def wait(self) -> list[int]:
-        """Until they are back; the ranks' words, if there are any. Nothing is written yet."""
-        return self._message.wait() if self._message is not None else []
-
-    def write(self) -> None:
-        """The new parameters into this rank's parts."""
-        if self._message is not None:
-            self._message.put()
-        self._parameters.take_out()

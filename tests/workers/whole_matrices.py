@@ -223,7 +223,7 @@ def fails_late() -> str:
 
         def on(gradients: Any, parameters: Any, groups: Any) -> None:
             usual(gradients, parameters, groups)
-            if RANK == 1 and groups is next(iter(update._orders.values()))[-1][1] and update._own[0]["lr"] == 0.07:
+            if RANK == 1 and groups is next(iter(update._orders.values()))[-1][1] and update.groups[0]["lr"] == 0.07:
                 raise ArithmeticError("broken")
 
         update._on = on

@@ -34,7 +34,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from fsdp_compiled.distributed.call_log import Calls
 from fsdp_compiled.distributed.call_store import WRITES
 from fsdp_compiled.distributed.device_mesh import device_mesh_of_all
-from fsdp_compiled.distributed.mesh import Mesh, broadcast, gather_parts, gather_shards
+from fsdp_compiled.distributed.mesh import Mesh, gather_parts, gather_shards
 from fsdp_compiled.plan.leaf import Leaf, contiguous_stride
 from fsdp_compiled.plan.plan import Buffer, Part, Plan, Slot
 from fsdp_compiled.runtime.state import wait_for_host_memory
@@ -168,11 +168,6 @@ class ShardPlace:
         self.layout.writes.add(operator, self.name)
         increment_version(self.layout.shards[self.buffer.key])
 
-    @property
-    def own(self) -> tuple[int, int]:
-        """``[first, last)`` of the parameter's elements that this rank has."""
-        return self.part.first, self.part.last
-
     def gather(self, local: torch.Tensor) -> torch.Tensor:
         """The whole, of what each rank has: ``[part.numel]`` -> the parameter's shape. Collective."""
         mesh, plan = self.layout.mesh, self.layout.plan
@@ -191,12 +186,7 @@ class ShardPlace:
         """This rank's part of the whole: the parameter's shape -> ``[part.numel]``."""
         mesh = self.layout.mesh
         value = part_of(whole, self.leaf, mesh.tp, mesh.tp_rank) if self.leaf.split else whole
-        first, last = self.own
-        return self.leaf.in_memory_order(value)[first:last]
-
-    def agree(self, whole: torch.Tensor) -> None:
-        """Rank 0's values on every rank, in place. Collective."""
-        broadcast(whole, self.layout.mesh)
+        return self.leaf.in_memory_order(value)[self.part.first : self.part.last]
 
 
 def places_of(layout: Layout, buffer: Buffer) -> Iterator[ShardPlace]:

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
+from fsdp_compiled.distributed.mesh import broadcast
 from fsdp_compiled.runtime.parameters.shard_layout import ShardPlace
 from fsdp_compiled.runtime.parameters.sharded_tensor import ShardedTensor, Values, is_sharded, name_of, sharded
 
@@ -294,7 +295,7 @@ def _whole(
         found = func(*own, **options)
         results = [one for one in pytree.tree_leaves(found) if isinstance(one, torch.Tensor)]
         for one in results if agreed else ():
-            ours[0]._sharded.place.agree(one)
+            broadcast(one, ours[0]._sharded.place.layout.mesh)  # rank 0's values on every rank
     for value in ours:
         if id(value) in written and not value._sharded.whole:
             under = _under(value)
