@@ -7,6 +7,7 @@ import os
 import traceback
 from collections.abc import Callable, Sequence
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -25,6 +26,9 @@ from torch.distributed.tensor.parallel import (
 from torch.utils.checkpoint import checkpoint
 
 from fsdp_compiled import Sharded
+from fsdp_compiled.capture.guards import Guards
+from tests.launch import told
+from tests.stale_models import Scaled, set_scale
 
 RANK = int(os.environ.get("RANK", 0))
 VOCABULARY, WIDTH, HEAD, TIME, STEPS = 40, 16, 4, 6, 3
@@ -71,9 +75,16 @@ class Net(nn.Module):
         return self.head(x + self.drop(self.down(F.gelu(self.up(x)))))
 
 
-def net(mesh: DeviceMesh | None, dropout: float = 0.0, classes: bool = False) -> Net:
+class ScaledNet(Net):
+    """Whose derivative reads a Python value."""
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return Scaled.apply(super().forward(tokens))  # type: ignore[no-any-return]
+
+
+def net(mesh: DeviceMesh | None, dropout: float = 0.0, classes: bool = False, kind: type[Net] = Net) -> Net:
     torch.manual_seed(0)
-    model = Net(dropout)
+    model = kind(dropout)
     plan: dict[str, Any] = {"up": ColwiseParallel(), "down": RowwiseParallel()}
     if classes:
         plan["head"] = ColwiseParallel(output_layouts=Shard(-1), use_local_output=False)
@@ -142,6 +153,15 @@ def batch(step: int, row: int) -> tuple[torch.Tensor, torch.Tensor]:
     generator = torch.Generator().manual_seed(100 * step + row)
     first, second = torch.randint(0, VOCABULARY, (2, 2, TIME), generator=generator)
     return first, second
+
+
+def told_when_stale(call: Callable[[int], Any]) -> str:
+    """What a second call says, if the derivative of `ScaledNet` reads another value then, and no guard looks."""
+    set_scale(1.0)
+    call(0)
+    set_scale(1.5)
+    with mock.patch.object(Guards, "hold", lambda _: True):
+        return told(lambda: call(1))
 
 
 def adamw(model: nn.Module) -> torch.optim.Optimizer:

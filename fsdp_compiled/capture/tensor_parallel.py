@@ -75,13 +75,14 @@ class Parts:
             for names, tp in self.placements:
                 here = [name for name in names if name in named]
                 if here:
-                    whole = _joined(named[here[0]], tp, self.mesh)
+                    whole = joined(named[here[0]], tp, self.mesh)
                     for name in here:
                         found[name] = whole
         return found
 
 
-def _joined(part: torch.Tensor, tp: TensorParallel, mesh: DeviceMesh) -> DTensor:
+def joined(part: torch.Tensor, tp: TensorParallel, mesh: DeviceMesh) -> DTensor:
+    """The DTensor that has this part here; its derivative goes to the part, summed where each rank has a summand."""
     placement = Replicate() if tp.dim is None else Shard(tp.dim)
     if not tp.uneven:
         return DTensor.from_local(part, mesh, (placement,), run_check=False)

@@ -201,8 +201,8 @@ class Policy:
         of this rank's shards and state are held meanwhile; under `fully_shard` what the eager forward keeps for its
         backward, and the updates are the loop's. Not compared are updates by optimizers that run as they are, gradients
         that are held back or that ``wire`` rounds, evaluations in which nothing is gathered (each rank may make its
-        own), and random numbers on a GPU, whose order is another there. What it took is said once, in the log. False,
-        the default: never.
+        own), and what draws random numbers on a GPU, or along tp, where they are others. What it took is said once, in
+        the log. False, the default: never.
     verify_gradients
         Whether ``verify`` compares gradients and updates, too, for which each rank holds the gradients of the whole
         model in host memory. False: forward and loss alone.

@@ -4,6 +4,8 @@
     backward    gathered again; a parameter's gradient goes to host memory as soon as it is there
     means       a unit at a time: the gradients of all ranks, averaged
 
+Along tp a parameter is read as the DTensor that the plan made of it, and the gradient is that of this rank's part.
+
 What the model's code changes is put back: buffers, tensors and containers that modules, the loss's closure and its
 globals hold, the batch, and Python's and numpy's random states. Objects that are reached in other ways, and what leaves
 the process (files, prints), are not.
@@ -22,9 +24,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
+from fsdp_compiled.capture.tensor_parallel import joined, loss_parallel
 from fsdp_compiled.distributed.mesh import Mesh, RankError, exchange, said_by
 from fsdp_compiled.kernels.operators import operators
 from fsdp_compiled.plan.plan import Buffer, Plan, Slot
@@ -62,7 +66,7 @@ class EagerRun(TorchFunctionMode):
         self._values: dict[str, dict[str, torch.Tensor]] = {}  # the parameters in them
         self._read: dict[str, dict[str, torch.Tensor]] = {}  # the same, as autograd follows them
         self._cut = plan.placement.parameter and mesh.shard > 1
-        self._owners = exchange(mesh.shard_rank, mesh) if self._cut else []
+        self._owners = exchange((mesh.shard_rank, mesh.tp_rank), mesh) if self._cut else []
         self._token = torch.zeros((), requires_grad=True)  # what of autograd's graph is for parameters alone
         self._state: set[int] = set()  # memory that is put back after forward
         self.gradients: dict[str, torch.Tensor] = {}  # this rank's, whole, by parameter's name
@@ -79,11 +83,12 @@ class EagerRun(TorchFunctionMode):
         """The whole one, as the model's code reads it, whose gradient `take` gets."""
         value, known = self._value(key, name), self._read[key]
         _, slot = self._slots[key][name]
-        if not (slot.leaf.trainable and torch.is_grad_enabled()):
-            return value
-        if name not in known:
-            known[name] = _Read.apply(self._token, self, name, [value])
-        return known[name]
+        if slot.leaf.trainable and torch.is_grad_enabled():
+            if name not in known:
+                known[name] = _Read.apply(self._token, self, name, [value])
+            value = known[name]
+        tp, mesh = slot.leaf.tp, self._mesh.tp_mesh
+        return value if tp is None or mesh is None else joined(value, tp, mesh)
 
     def _value(self, key: str, name: str) -> torch.Tensor:
         flat, known = self._flat(key), self._values[key]
@@ -135,7 +140,8 @@ class EagerRun(TorchFunctionMode):
             parts = own.new_empty(len(self._owners) * own.numel())
             dist.all_gather_into_tensor(parts, own)
             rows = parts.view(len(self._owners), -1)
-            found[key] = torch.cat([rows[self._owners.index(place)] for place in range(self._mesh.shard)])
+            places = [(place, self._mesh.tp_rank) for place in range(self._mesh.shard)]
+            found[key] = torch.cat([rows[self._owners.index(place)] for place in places])
         return found
 
     @contextlib.contextmanager
@@ -144,13 +150,17 @@ class EagerRun(TorchFunctionMode):
     ) -> Iterator[None]:
         """Around forward. At its end what the model's code may have written is what it was."""
         keeping = torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
-        with _put_back(model, loss, others, lambda one: self._place_of(one) is None) as self._state, keeping, self:
+        put_back = _put_back(model, loss, others, lambda one: self._place_of(one) is None)
+        with put_back as self._state, keeping, self._along_tp(), self:
             yield
 
     def backward(self, results: Sequence[torch.Tensor], tangents: Sequence[torch.Tensor]) -> None:
         """Leaves ``gradients``, on the thread that calls it: another one would not gather."""
-        with self, torch.autograd.set_multithreading_enabled(False):
+        with self, self._along_tp(), torch.autograd.set_multithreading_enabled(False):
             run_backward(results, tangents, [self._token])
+
+    def _along_tp(self) -> contextlib.AbstractContextManager[None]:
+        return loss_parallel() if self._mesh.tp > 1 else contextlib.nullcontext()
 
     def end(self, failure: Exception | None, what: str, after: str) -> None:
         """Takes part in what other ranks still read. Collective.
@@ -177,9 +187,11 @@ class EagerRun(TorchFunctionMode):
                 else one.to(self._plan.device, dtype) * weight
                 for slot, one in zip(buffer.slots, own, strict=True)
             ]  # fmt: skip
-            message = torch.cat([reached, *(part.reshape(-1) for part in parts)])
+            rows = reached.new_zeros(self._mesh.tp, len(own) + sum(part.numel() for part in parts))
+            message = rows[self._mesh.tp_rank]
+            torch.cat([reached, *(part.reshape(-1) for part in parts)], out=message)
             if self._mesh.world > 1:
-                dist.all_reduce(message)
+                dist.all_reduce(rows)
             count = len(own)
             sizes = [part.numel() for part in parts]
             sums = message[count:].split(sizes)
@@ -190,6 +202,11 @@ class EagerRun(TorchFunctionMode):
 
     def _pack(self, tensor: torch.Tensor) -> Any:
         """Of a whole parameter, autograd keeps where it lies; of what is put back, a copy; of all else, the tensor."""
+        if isinstance(tensor, DTensor):
+            kept = self._pack(tensor._local_tensor)
+            return kept, tensor.device_mesh, tensor.placements, tensor.size(), tensor.stride()
+        if type(tensor) not in (torch.Tensor, nn.Parameter):  # what a collective along tp has not left yet, for one
+            return tensor
         start = tensor.untyped_storage().data_ptr()
         for key, values in self._values.items() if self._cut else ():
             for name, value in values.items():
@@ -200,6 +217,9 @@ class EagerRun(TorchFunctionMode):
     def _unpack(self, kept: Any) -> torch.Tensor:
         if isinstance(kept, torch.Tensor):
             return kept
+        if not isinstance(kept[0], str):
+            part, mesh, placements, shape, steps = kept
+            return DTensor.from_local(self._unpack(part), mesh, placements, run_check=False, shape=shape, stride=steps)
         key, name, size, stride, offset = kept
         value = self._value(key, name)
         return value.as_strided(size, stride, value.storage_offset() + offset)

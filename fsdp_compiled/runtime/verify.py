@@ -36,6 +36,7 @@ from torch.utils import _pytree as pytree
 from fsdp_compiled.capture.captured import find_loss
 from fsdp_compiled.capture.fake_inputs import casting
 from fsdp_compiled.capture.mutations import PLAIN
+from fsdp_compiled.capture.tensor_parallel import own_part, whole
 from fsdp_compiled.distributed.mesh import Mesh, RankError, exchange, said_by
 from fsdp_compiled.ir.program import COUNT, NORM, OVERFLOW, Port
 from fsdp_compiled.optim.given_optimizer import numbered
@@ -66,7 +67,7 @@ CURE = (
     "The state was put back to what it was before the step. If the code changed since it was traced in a way that is "
     "not seen, build the Sharded again, or change a guarded value; Policy(verify=False) turns the comparison off."
 )
-DRAWS = " draws random numbers, which on a GPU come in other orders than eager PyTorch, so it is not compared."
+DRAWS = " draws random numbers, which on a GPU, and along tp, are others than in eager PyTorch, so it is not compared."
 log = logging.getLogger("fsdp_compiled")
 
 
@@ -141,7 +142,7 @@ class Verification:
         """Whether this call of the program is one. The same on every rank, which made the same good calls."""
         if compiled.kind == "training" or (compiled.kind == "forward" and not self._meets()):
             return False
-        if compiled.random and self._plan.device.type == "cuda":
+        if compiled.random and (self._plan.device.type == "cuda" or self._mesh.tp > 1):
             self._tell(f"{compiled.label}{DRAWS}")
             return False
         if compiled.kind in ("accumulate", "last"):
@@ -197,11 +198,11 @@ class Verification:
                 )  # whose containers are ours
                 result = call(*(() if loss_of is None else (model,)), *batch, **named)
                 if not evaluates:
-                    loss = find_loss(result, self._loss is None)
+                    loss = whole(find_loss(result, self._loss is None))
                     own = float(loss.detach())
                     if compares and loss.requires_grad:
                         run.backward([loss], [torch.full_like(loss, scale)])
-                result = pytree.tree_map_only(torch.Tensor, lambda one: one.detach().clone(), result)
+                result = pytree.tree_map_only(torch.Tensor, lambda one: whole(one.detach()).clone(), result)
         except Exception as error:
             failure = error
         run.end(
@@ -225,7 +226,7 @@ class Verification:
         )
         if compares and compiled.kind != "accumulate":
             run.gradients = summed.gradients
-            self._average(run, 1 / total / scale, expected)
+            self._average(run, self._mesh.tp / total / scale, expected)
         expected.took = time.perf_counter() - begun
         return expected
 
@@ -234,7 +235,7 @@ class Verification:
         """The mean gradients of all ranks, as the program leaves or uses them. Collective."""
         plan, updates = self._plan, expected.compiled.updates
         cut = plan.placement.state if updates else plan.placement.gradient
-        squares, largest = 0.0, 0.0
+        squares, largest = [0.0, 0.0], 0.0  # of what all ranks along tp have, and of this one's parts
         bound, least = gradient_bound(plan)
         for buffer, means in run.means(weight):
             flat = torch.zeros(buffer.numel, dtype=next(iter(means.values())).dtype if means else buffer.dtype,
@@ -247,10 +248,11 @@ class Verification:
                     spread[slot.offset : slot.end] = bound * most + TINY
                     largest = max(largest, most)
             expected.reached |= means.keys()
-            squares += float(flat.double().square().sum()) if buffer.updated else 0.0
+            squares[buffer.split] += float(flat.double().square().sum()) if buffer.updated else 0.0
             own = [plan.own(one, self._mesh.shard_rank, cut).clone() for one in (flat, spread)]
             expected.gradients[buffer.key] = Gradient(*own)
-        expected.norm = squares**0.5
+        parts = sum(exchange(squares[1], self._mesh)) * self._mesh.tp / self._mesh.world
+        expected.norm = (squares[0] + parts) ** 0.5
         for one in expected.gradients.values():
             one.spread += (one.spread > 0) * least * largest
             if updates and (clip := plan.policy.clip) is not None:
@@ -469,6 +471,7 @@ def returned_otherwise(mine: Any, theirs: Any, plan: Plan, apart: Any = None) ->
         return f"{len(values)} values were returned, and {len(others)} in eager PyTorch"
     for place, (one, other) in enumerate(zip(values, others, strict=True)):
         if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor) and other is not apart:
+            one, other = own_part(one.detach()), own_part(other.detach())
             if one.shape != other.shape:
                 return f"value {place} that was returned has shape {list(one.shape)}, and {list(other.shape)} there"
             if (worst := furthest(one, other, bound_of(plan, other))) is not None:

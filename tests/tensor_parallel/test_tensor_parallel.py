@@ -66,6 +66,13 @@ def test_loss_parallel_clipping_and_microbatches(results: dict[str, Any]) -> Non
     assert found["wide"] == 0 and first(results, "gpt")["wide"] > 0  # nothing of the size of the vocabulary is made
 
 
+def test_verify_compares_gradients_of_parts(results: dict[str, Any]) -> None:
+    """The control compares forward alone. That what is right is no difference, `classes` shows."""
+    for found in answers(results, "stale"):
+        assert "RankError: Policy.verify: in step" in found["True"] and "the gradient's norm is" in found["True"], found
+        assert found["False"] == "nothing"
+
+
 @pytest.mark.exhaustive
 def test_log_softmax_over_parts_has_its_true_derivative(more: dict[str, Any]) -> None:
     found = first(more, "distilled")["eager"]

@@ -32,6 +32,7 @@ from tests.cut_models import (
     VOCABULARY,
     WIDTH,
     Net,
+    ScaledNet,
     adamw,
     answer_all,
     batch,
@@ -44,6 +45,7 @@ from tests.cut_models import (
     net,
     ours,
     sgd,
+    told_when_stale,
     two_by_two,
     unsharded,
 )
@@ -105,7 +107,8 @@ def gpt() -> Any:
 
 
 def classes() -> Any:
-    """Loss parallel, clipping, SGD, ZeRO-1, torchtitan's names, two microbatches; and a norm that counts twice."""
+    """Loss parallel, clipping, SGD, ZeRO-1, torchtitan's names, two microbatches, each step held against eager
+    PyTorch; and a norm that counts twice."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_shard", "tp"))
     row = mesh["dp_shard"].get_local_rank()
 
@@ -114,7 +117,7 @@ def classes() -> Any:
             return loss_fn(model, tokens, targets)
 
     model = net(mesh["tp"], classes=True)
-    policy = replace(EAGER, shard="zero1", clip=0.3)
+    policy = replace(EAGER, shard="zero1", clip=0.3, verify=1)
     sharded = compile_sharded(model, sgd(model), loss=loss, mesh=mesh, policy=policy)
     losses, norms = [], []
     for step in range(STEPS):
@@ -134,6 +137,19 @@ def classes() -> Any:
         "eager": compare(mine, plain), "copies": copies_equal(sharded, mesh), "norm": norms[0], "twice": twice,
         "wide": wide(sharded),
     }  # fmt: skip
+
+
+def stale() -> Any:
+    """Steps held against eager PyTorch, with gradients and without, where the derivative of the second is another."""
+    mesh = two_by_two()
+    row = mesh["shard"].get_local_rank()
+    found = {}
+    for gradients in (True, False):
+        model = net(mesh["tp"], kind=ScaledNet)
+        policy = replace(EAGER, verify=1, verify_gradients=gradients)
+        sharded = compile_sharded(model, sgd(model), loss=loss_fn, mesh=mesh, policy=policy)
+        found[str(gradients)] = told_when_stale(lambda step, sharded=sharded: sharded.step(*batch(step, row)))
+    return found
 
 
 def wide(sharded: Sharded) -> int:
@@ -374,7 +390,7 @@ def other_names() -> Any:
     return {"said": told(lambda: compile_sharded(net(mesh["tp"]), loss=loss_fn, mesh=mesh, policy=EAGER))}
 
 
-CASES = (gpt, classes, overflow, dropout, other_batches, other_names, meta)
+CASES = (gpt, classes, stale, overflow, dropout, other_batches, other_names, meta)
 MORE = (distilled, half, experts, llama)
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from fsdp_compiled import Policy
 from fsdp_compiled import fully_shard as of_ours
-from tests.cut_models import adamw, answer_all, batch, build, cut, net, whole
+from tests.cut_models import ScaledNet, adamw, answer_all, batch, build, cut, net, told_when_stale, whole
 from tests.launch import told
 
 warnings.filterwarnings("ignore")
@@ -135,6 +135,23 @@ def classes() -> Any:
         losses.append(own[row].item())
     return {"losses": far(found["losses"], losses), "norms": far(found["norms"], norms), "first": norms[0],
             "twice": twice, "placements": placements}  # fmt: skip
+
+
+def verified() -> Any:
+    """Calls held against eager PyTorch, of which the second's derivative is another; the control looks at forward."""
+    mesh = two_by_two()
+    row = mesh["dp"].get_local_rank()
+    found = {}
+    for gradients in (True, False):
+        policy = Policy(lower="eager", verify=1, verify_gradients=gradients)
+        model = sharded(of_ours, net(mesh["tp"], kind=ScaledNet), mesh["dp"], policy=policy)
+
+        def call(step: int, model: Any = model) -> None:
+            tokens, targets = batch(step, row)
+            F.cross_entropy(model(tokens).flatten(0, 1), targets.flatten()).backward()
+
+        found[str(gradients)] = told_when_stale(call)
+    return found
 
 
 class Dropped(nn.Module):
@@ -256,7 +273,7 @@ def refusals() -> Any:
     return found
 
 
-CASES = (sequence, dropout, refusals)
+CASES = (sequence, verified, dropout, refusals)
 MORE = (half, classes)
 
 

@@ -19,6 +19,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
+from fsdp_compiled.capture.tensor_parallel import own_part
 from fsdp_compiled.distributed.mesh import RankError, any_rank
 from fsdp_compiled.ir.program import Port
 from fsdp_compiled.plan.plan import Division
@@ -67,7 +68,7 @@ class VerifiedCalls:
 
     def due(self, compiled: Compiled) -> bool:
         """Whether this call of the program is one, which is counted. The same on every rank."""
-        if compiled.random and self.made.plan.device.type == "cuda":
+        if compiled.random and (self.made.plan.device.type == "cuda" or self.made.mesh.tp > 1):
             tell_once(self.told, self.made.mesh, f"{compiled.label}{DRAWS}")
             return False
         if self.made.extended:
@@ -143,7 +144,7 @@ class Verified:
         mine, theirs = pytree.tree_leaves(found), pytree.tree_leaves(self._result)
         places = {id(one): place for place, one in enumerate(mine) if isinstance(one, torch.Tensor)}
         known = [places.get(id(outputs[port])) for port in results]
-        self._results = [None if place is None else theirs[place] for place in known]
+        self._results = [None if place is None else own_part(theirs[place]) for place in known]
         self._result, self._before = None, []
 
     def backward(self, tangents: Sequence[torch.Tensor | None]) -> bool:
@@ -175,7 +176,7 @@ class Verified:
         bound, least = gradient_bound(made.plan)
         whole = {
             slot.name: (slot.leaf, means[slot.name])
-            for buffer, means in self._run.means(1 / made.mesh.world)
+            for buffer, means in self._run.means(made.mesh.tp / made.mesh.world)
             for slot in buffer.slots
             if slot.name in means and buffer.division == Division() and not buffer.hooked
         }

@@ -110,8 +110,6 @@ def check_policy(policy: Policy, mesh: Mesh) -> None:
             f"Policy.async_tp is True, which is refused here: {why}. Leave it out: collectives along tp then start and "
             "are waited for as data allows (the pass overlap)."
         )
-    if mesh.tp > 1 and policy.verify:
-        raise ValueError("Policy.verify is not supported under tensor parallelism yet. Leave it out.")
     if mesh.tp > 1 and policy.moving:
         raise ValueError(
             "Policy.dynamic is not supported under tensor parallelism yet. Leave it out, and give batches few shapes."
