@@ -1,6 +1,6 @@
 """The manifest of a checkpoint: ``manifest.json``, with a checksum of its own.
 
-    {"format": "fsdp_compiled checkpoint", "version": 1, "sha256": "9f86...", "content": {...}}
+    {"format": "fsdp_compiled checkpoint", "version": 3, "sha256": "9f86...", "content": {...}}
 
 Every byte of it counts: what stands before the content is compared as text, and the content by its checksum. Who edits
 a manifest can make its checksum good too. So `wrong_in` looks whether files are in the folder and every element is in
