@@ -30,7 +30,7 @@ from fsdp_compiled.plan.hardware import ERROR, GIB, Cluster, bits, gpus
 from fsdp_compiled.policy import Policy
 from fsdp_compiled.runtime.simulate import Estimate, Traced, traced
 
-FEW, MORE = 3, 5  # blocks of the models that are priced for one that has more
+FEW, MORE = 4, 5  # blocks of the models that are priced for one that has more: of fewer, no block is like the others
 ROWS = (1, 2, 4, 8)  # of a microbatch, that are tried
 PRECISION = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
 NETWORKS = (10, 100, 400, 1600, 3200, 12800)  # Gb/s of a node, that the picture shows

@@ -16,10 +16,22 @@ from bench import RESULTS, published
 from fsdp_compiled import Policy, simulate
 from fsdp_compiled.cli import main
 from fsdp_compiled.cli.plan import LLAMAS, model_of
-from fsdp_compiled.plan.hardware import ERROR, GIB, gpus
+from fsdp_compiled.plan.hardware import ERROR, GIB, bits, gpus
 from fsdp_compiled.policy import Policy as _Policy
 from fsdp_compiled.runtime import plan_search
-from fsdp_compiled.runtime.plan_search import PRECISION, Plans, Price, Way, _Source, of_config, policy_text
+from fsdp_compiled.runtime.plan_search import (
+    PRECISION,
+    Plans,
+    Price,
+    Way,
+    _at,
+    _estimate,
+    _figures,
+    _Source,
+    _traced,
+    of_config,
+    policy_text,
+)
 
 transformers = pytest.importorskip("transformers")
 
@@ -90,6 +102,23 @@ def test_a_price_is_what_simulate_says() -> None:
         assert price.peak == pytest.approx(said.memory.peak.nbytes, rel=1e-9 if price.whole else 0.1)
     other = simulate(*model, 16, made.cluster, replace(made.best.way.policy, bucket_mb=0.0))
     assert other.seconds != pytest.approx(made.best.seconds, rel=1e-3), "the control: one unit a block, and the root"
+
+
+def test_from_four_blocks_on_memory_and_time_are_lines() -> None:
+    """Of Llama 405B along tp. The control: three blocks overlap reductions otherwise than more do."""
+    config = transformers.LlamaConfig(
+        num_hidden_layers=126, hidden_size=16384, intermediate_size=53248, num_attention_heads=128,
+        num_key_value_heads=8, vocab_size=128256, max_position_embeddings=8192,
+    )  # fmt: skip
+    source, cluster = _Source(config, 8192), gpus("H100", 8, bits("8x400Gb/s"))
+    way = Way(1, 8192, 2, 1, 2, Policy(precision=PRECISION, recompute="unit", tp="auto"))
+    made = {}
+    for depth in (3, *source.depths, 6):
+        with _traced(source, depth, way, cluster) as step:
+            made[depth] = _figures(_estimate(step, way, cluster))
+    few, more = source.depths
+    assert _at([made[few], made[more]], (few, more), 6) == pytest.approx(made[6], rel=1e-3)
+    assert _at([made[3], made[more]], (3, more), 6)[0] < 0.9 * made[6][0]
 
 
 def pasted(made: Plans, price: Price) -> Policy:
