@@ -130,13 +130,10 @@ def trace_whole(
         """One run of Dynamo, with these sources of integers as unknowns. What it changed is not undone yet."""
         if not uses("equal blocks") or any(map(is_wrapped, tensors.plain.values())):
             return walk(symbolic)
-        repeats = Repeats(objective.model)
+        repeats = Repeats(objective.model, answers.two)
         try:
             with repeats.watched():
-                made = walk(symbolic, repeats)
-            if not answers.two:
-                return made
-            made.undo()  # of blocks that were not walked through, nobody knows which two objects they compare
+                return walk(symbolic, repeats)
         except Exception as error:
             if not (repeats.failed or repeats.wrote):
                 raise

@@ -176,7 +176,10 @@ def noted(answers: Answers) -> Iterator[None]:
 
     def python_type(self: Any) -> Any:
         if threading.get_ident() == thread and not self.ndim:
-            refuse("a number of NumPy's is asked for its class, which is an array's when a program is traced.")
+            refuse(
+                "isinstance, float, int or abs asks a number of NumPy's for its class, which is an array's in a trace. "
+                "Make it Python's where it is kept: number.item()."
+            )
         return kind(self)
 
     with contextlib.ExitStack() as stack:

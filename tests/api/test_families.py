@@ -60,8 +60,8 @@ def test_the_program_is_that_of_all_blocks(name: str, monkeypatch: pytest.Monkey
     watched: list[Repeats] = []
     found: list[list[int]] = []
 
-    def watching(model: nn.Module) -> Repeats:
-        watched.append(Repeats(model))
+    def watching(*given: Any) -> Repeats:
+        watched.append(Repeats(*given))
         return watched[-1]
 
     def finding(*given: Any) -> Any:

@@ -15,6 +15,8 @@ import torch
 from torch import nn
 
 from fsdp_compiled import CaptureError, Policy, compile_sharded, fully_shard
+from fsdp_compiled.capture import dynamo
+from fsdp_compiled.capture.blocks.repeated_calls import Repeats
 from fsdp_compiled.capture.python_answers import Asked
 
 LOG = logging.getLogger("tests.python_answers")
@@ -81,6 +83,17 @@ class Asking(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.linear(x) * (3.0 if self.first is self.second else 1.0)
+
+
+class Pair(nn.Module):
+    """Of which no guard tells that its weights are two."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(self.up(x)) * (3.0 if self.up.weight is self.down.weight else 1.0)
 
 
 def one(net: nn.Module) -> None:
@@ -195,6 +208,18 @@ def test_control_where_nothing_is_asked_again(way: str, monkeypatch: pytest.Monk
     assert found[:2] == pytest.approx(expected[:2], rel=1e-6) and found[2] != pytest.approx(expected[2], rel=1e-3)
 
 
+def test_a_comparison_elsewhere_leaves_equal_blocks_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A block that compares objects is the control: all of its list are walked through."""
+    made = []
+    monkeypatch.setattr(dynamo, "Repeats", lambda *given: made.append(Repeats(*given)) or made[-1])
+    x = torch.randn(2, 4)
+    for kind in (lambda: nn.Linear(4, 4), Pair):
+        net = Net(WAYS["is"][0])
+        net.blocks = nn.ModuleList(kind() for _ in range(6))
+        compile_sharded(net, torch.optim.SGD(net.parameters(), 0.1), policy=Policy(lower="eager")).step(x)
+    assert [one.wrote for one in made] == [True, False]
+
+
 def test_two_objects_of_an_equal_block_that_become_one() -> None:
     def change(net: Net) -> None:
         one(net.blocks[4])
@@ -207,8 +232,8 @@ def test_two_objects_of_an_equal_block_that_become_one() -> None:
 REFUSED: dict[str, tuple[Callable[[Net], Any], str]] = {
     "random": (lambda net: drawn(4), "drawn is under functools.lru_cache, and draws random numbers"),
     "of a tensor": (lambda net: summed(net.linear.weight), "summed is under functools.lru_cache, and is called with"),
-    "floating": (lambda net: 2.0 if isinstance(NUMBER, np.floating) else 1.0, "a number of NumPy's is asked for"),
-    "integer": (lambda net: 2.0 if isinstance(COUNT, int | np.integer) else 1.0, "a number of NumPy's is asked for"),
+    "floating": (lambda net: 2.0 if isinstance(NUMBER, np.floating) else 1.0, "asks a number of NumPy's"),
+    "integer": (lambda net: 2.0 if isinstance(COUNT, int | np.integer) else 1.0, "asks a number of NumPy's"),
 }  # fmt: skip
 
 

@@ -60,8 +60,8 @@ def traced(model: nn.Module, function: Any, patch: pytest.MonkeyPatch) -> tuple[
         complete(self)
         found.append([described(node) for node in self.whole.module.graph.nodes])
 
-    def watching(model: nn.Module) -> Repeats:
-        watched.append(repeats(model))
+    def watching(*given: Any) -> Repeats:
+        watched.append(repeats(*given))
         return watched[-1]
 
     def stop(*_: Any) -> Any:

@@ -25,7 +25,7 @@ import contextlib
 import functools
 import logging
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any, NamedTuple
 
 from torch import nn
@@ -63,9 +63,10 @@ class Unseen(NamedTuple):
 
 
 class Repeats:
-    """The equal blocks of a model, while Dynamo traces it."""
+    """The equal blocks of a model, while Dynamo traces it. ``compared``: which objects it found to be two, so far."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, compared: Collection[str]) -> None:
+        self._compared = compared
         self.wrote = False  # whether a block was written that was not walked through
         self.failed = False  # whether a block was begun and not ended
         self._lists: dict[int, tuple[int, type]] = {}  # by block, which of many of one class it is among
@@ -168,9 +169,12 @@ class Repeats:
             if (like := self._walked.get(mine)) is not None:
                 return self._write(like, call)
             before = Before(call)
+        compared = len(self._compared)
         result = walked()
         if before is not None:
             with self._answered(variable):
+                if len(self._compared) > compared:
+                    raise Unlike("it compares two objects, and which ones another has nobody would ask")
                 inside = [one for one in self.written if one.call.source.name.startswith(call.source.name)]
                 guards = [block.guard(place) for block in inside for place in range(len(block.walked.guards))]
                 self._walked[mine] = WalkedBlock(call, before, result, guards)
