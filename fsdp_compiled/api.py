@@ -9,7 +9,7 @@ The plan is made here, from the model alone. Capture and all that follows run wh
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
@@ -21,6 +21,7 @@ from torch.optim import Optimizer
 
 from fsdp_compiled.capture.global_modes import outside
 from fsdp_compiled.capture.model_tensors import named_parameters
+from fsdp_compiled.capture.side_effects import some
 from fsdp_compiled.distributed import network
 from fsdp_compiled.distributed.call_log import Calls
 from fsdp_compiled.distributed.device_mesh import connect
@@ -216,7 +217,7 @@ def _begin(
         step=torch.zeros((), dtype=torch.int64, device=plan.device),
     )
     state.step_counts = step_counts
-    for note in described(rules) if place.rank == 0 else ():
+    for note in (*described(rules), *_not_in_the_norm(plan)) if place.rank == 0 else ():
         log.warning(note)
     updates: list[WholeUpdate] = []
     on_shards: list[ShardUpdate] = []
@@ -224,8 +225,8 @@ def _begin(
         groups = range(first, first + len(one.param_groups))
         own = [rule for rule in rules if rule.group in groups and rule.eagerly is not None]
         whole = [rule for rule in own if rule.whole]
-        if some := [rule for rule in own if not rule.whole]:
-            on_shards.append(ShardUpdate(one, some, first, plan, place))
+        if parts := [rule for rule in own if not rule.whole]:
+            on_shards.append(ShardUpdate(one, parts, first, plan, place))
         if whole:
             apart = all(rule.apart for rule in whole)
             for name in [slot.name for b in plan.buffers for slot in b.slots if slot.leaf.owned and slot.name in kept]:
@@ -235,6 +236,17 @@ def _begin(
             update.show(state.optimizer)
             updates.append(update)
     return taken, state, random, tuple(updates), tuple(on_shards)
+
+
+def _not_in_the_norm(plan: Plan) -> Iterator[str]:
+    """What ``clip_grad_norm_(model.parameters(), ...)`` would count, and `Policy.clip` does not."""
+    buffers = [buffer for buffer in plan.buffers if buffer.trainable and not buffer.updated]
+    if plan.policy.clip is not None and buffers:
+        names = some([slot.name for buffer in buffers for slot in buffer.slots])
+        yield (
+            f"Policy.clip counts the gradients that an optimizer uses. The optimizer does not hold {names}: their "
+            "gradients are not in the norm. Give them requires_grad=False, or give them to the optimizer."
+        )
 
 
 def _connect_or_raise(mesh: DeviceMesh | None, model: nn.Module, failure: Exception | None) -> Mesh:

@@ -57,7 +57,8 @@ class Policy:
         No message is added: what a rank found travels with the loss.
     clip
         Largest global norm of the gradient (2-norm over all ranks' shards), or None. As
-        ``torch.nn.utils.clip_grad_norm_``: gradients are scaled by ``min(1, clip / (norm + 1e-6))``.
+        ``torch.nn.utils.clip_grad_norm_`` of the optimizer's parameters: gradients are scaled by
+        ``min(1, clip / (norm + 1e-6))``. Parameters that no optimizer holds are not counted.
     clip_value
         Largest absolute value of any element of the gradient, or None, as ``torch.nn.utils.clip_grad_value_``. Not
         together with ``clip``: one after the other gives two results, by the order.

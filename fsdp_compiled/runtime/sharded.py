@@ -178,7 +178,7 @@ class Sharded(ShardedCheckpoints):
 
     @property
     def grad_norm(self) -> torch.Tensor:
-        """The last step's global gradient norm before clipping, a 0-d float32 tensor."""
+        """The last step's global norm of the gradients that an optimizer used, before clipping: 0-d, float32."""
         if self._norm is None:
             raise RuntimeError("No step was taken yet, so there is no gradient norm. Call sharded.step(*batch) first.")
         return self._norm

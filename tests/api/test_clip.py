@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
+from torch import nn
 
-from fsdp_compiled import Policy
+from fsdp_compiled import Policy, compile_sharded
 from tests import models
 from tests.models import Block, Recipe
 from tests.recipes import trained
@@ -46,3 +49,18 @@ def test_the_norm_is_exact_with_frozen_and_tied_parameters_and_replicas(shard: s
     assert tied is not None
     for wrong in (local, (norm**2 + (tied.norm() * norm / MAXIMUM) ** 2).sqrt()):
         assert wrong.item() != pytest.approx(norm.item(), rel=1e-3)
+
+
+def test_what_no_optimizer_holds_is_not_in_the_norm_which_is_said(caplog: pytest.LogCaptureFixture) -> None:
+    torch.manual_seed(0)
+    x, plain = torch.randn(4, 8), nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 3))
+    model = copy.deepcopy(plain)
+    optimizer = torch.optim.SGD(model[2].parameters(), 0.5)
+    policy = Policy(lower="eager", clip=MAXIMUM)
+    sharded = compile_sharded(model, optimizer, loss=lambda model, x: model(x).square().mean(), policy=policy)
+    assert "The optimizer does not hold 0.weight, 0.bias: their gradients are not in the norm" in caplog.text
+    sharded.step(x)
+    plain(x).square().mean().backward()
+    every = torch.stack([parameter.grad.norm() for parameter in plain.parameters()]).norm()
+    held = torch.nn.utils.clip_grad_norm_(plain[2].parameters(), MAXIMUM)
+    assert sharded.grad_norm.item() == pytest.approx(held.item(), rel=1e-6) != pytest.approx(every.item(), rel=1e-3)
