@@ -203,7 +203,7 @@ class EagerRun(TorchFunctionMode):
     def _pack(self, tensor: torch.Tensor) -> Any:
         """Of a whole parameter, autograd keeps where it lies; of what is put back, a copy; of all else, the tensor."""
         if isinstance(tensor, DTensor):
-            kept = self._pack(tensor._local_tensor)
+            kept = self._pack(tensor.detach().to_local())
             return kept, tensor.device_mesh, tensor.placements, tensor.size(), tensor.stride()
         if type(tensor) not in (torch.Tensor, nn.Parameter):  # what a collective along tp has not left yet, for one
             return tensor

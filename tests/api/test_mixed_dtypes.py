@@ -62,7 +62,11 @@ def losses(kind: Any, options: dict[str, Any], dtypes: tuple[torch.dtype, ...]) 
     return found
 
 
-@pytest.mark.parametrize("dtypes", DTYPES, ids=lambda dtypes: " ".join(str(one)[6:] for one in dtypes))
+@pytest.mark.parametrize(
+    "dtypes",
+    [DTYPES[0], *(pytest.param(one, marks=pytest.mark.exhaustive) for one in DTYPES[1:])],
+    ids=lambda dtypes: " ".join(str(one)[6:] for one in dtypes),
+)
 @pytest.mark.parametrize(("kind", "options", "bound"), CASES, ids=lambda value: getattr(value, "__name__", None))
 def test_a_group_of_two_dtypes_steps_as_in_eager_pytorch(
     kind: type[optim.Optimizer], options: dict[str, Any], bound: float, dtypes: tuple[torch.dtype, ...]
