@@ -1,13 +1,13 @@
 """Estimates the time of a program's node from shapes alone: the roofline of a `Cluster`.
 
-The flops are those that PyTorch's own `FlopCounterMode` counts (matrix products, convolutions, attention); of causal
-attention half, which fused kernels leave out. Under the eager lowering every operator reads and writes its tensors.
-Inductor fuses element-wise operators, copies and sums:
+The flops are those that PyTorch's own `FlopCounterMode` counts (matrix products, convolutions, attention). Causal
+attention counts half, since fused kernels leave out the other half. Under the eager lowering every operator reads and
+writes its tensors. Inductor fuses element-wise operators, copies and sums:
 
     mm -> add -> gelu -> mul -> mm          eager: 3 reads and 3 writes          fused: 1 read, 1 write
 
-A *run* is what lies between two operators that are not fused. What is made in a run and read in it alone is never in
-memory, and what a run reads it reads once.
+A *run* is what lies between two operators that are not fused. A value that is made in a run and read only there is
+never in memory, and a run reads each of its inputs once.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from fsdp_compiled.ir.nodes import as_traced, base_of, is_collective, is_view, i
 from fsdp_compiled.plan.hardware import Cluster
 
 aten = torch.ops.aten
-# Of attention on a CPU PyTorch counts nothing; it is counted as the same on a GPU, whose arguments begin alike.
+# PyTorch counts nothing for attention on a CPU; it counts as the same on a GPU, whose arguments begin alike.
 ON_CPU: dict[Any, Any] = {
     aten._scaled_dot_product_flash_attention_for_cpu: aten._scaled_dot_product_flash_attention,
     aten._scaled_dot_product_flash_attention_for_cpu_backward: aten._scaled_dot_product_flash_attention_backward,
@@ -39,7 +39,7 @@ NOT_FUSED = {aten.embedding_dense_backward.default, aten.sort.default, aten.topk
 
 
 def seconds(node: fx.Node, machine: Cluster) -> float:
-    """Of computing a node; nothing for views, placeholders, waits and for starting a collective, and for an operator
+    """Seconds to compute a node. Nothing for views, placeholders, waits, the start of a collective, and an operator
     that the formulas cannot read: an estimate stops no program."""
     return _seconds(node, machine, _size)
 
@@ -51,7 +51,7 @@ def _seconds(node: fx.Node, machine: Cluster, size: Size) -> float:
     def known() -> float:
         count = flops(node)
         if not count:
-            own = getattr(node.target, "namespace", "") != "aten"  # one pass over memory, as a fused kernel
+            own = getattr(node.target, "namespace", "") != "aten"  # one pass over memory, as for a fused kernel
             return machine.compute(0, _traffic(node, size) / (1.0 if own else machine.eager))
         return machine.compute(count, _traffic(node, size), *_rate(node, machine))
 
@@ -59,15 +59,15 @@ def _seconds(node: fx.Node, machine: Cluster, size: Size) -> float:
 
 
 def _rate(product: fx.Node, machine: Cluster) -> tuple[torch.dtype, float]:
-    """The dtype that it multiplies in, and the part of that dtype's rate that it reaches."""
-    # The last of a product's operands is a factor; what attention's backward has last are sums, in float32.
+    """The dtype in which it multiplies, and the part of that dtype's rate that it reaches."""
+    # A product's last operand is a factor; the last operands of attention's backward are sums, in float32.
     attention = is_attention(product)
     operand = product.all_input_nodes[0 if attention else -1].meta["val"]
     return operand.dtype, machine.attention if attention else 1.0
 
 
 def needed(node: fx.Node, machine: Cluster) -> float:
-    """Seconds of its multiplications alone, at the machine's rate for their dtype."""
+    """Seconds of the node's multiplications alone, at the machine's rate for their dtype."""
     count = flops(node)
     return count / machine.rate(_rate(node, machine)[0]) if count else 0.0
 
@@ -84,8 +84,8 @@ def is_attention(node: fx.Node) -> bool:
 
 
 def seconds_of(graph: fx.Graph, machine: Cluster, fused: bool = False) -> Iterator[float]:
-    """Of each node, in order, ``fused`` as Inductor does it, or each by itself; of products that are alike one is
-    looked at, however many layers have one."""
+    """Seconds of each node, in order; ``fused`` as Inductor does it, or each by itself. Of products that are alike only
+    one is looked at, however many layers have one."""
     alike, size = Alike(), _Sizes()
     traffic = _in_runs(graph, size) if fused else {}
     known: dict[Hashable, float] = {}
@@ -102,7 +102,7 @@ def seconds_of(graph: fx.Graph, machine: Cluster, fused: bool = False) -> Iterat
         if product:
             key = alike.key(node)
         elif node.op == "call_function" and node.target is not getitem:
-            # Of all others, tensors alone are asked, which equal blocks share.
+            # For all others only the tensors are asked, which equal blocks share.
             key = target, *[id(source.meta.get("val")) for source in (node, *node.all_input_nodes)]
         if key is None:
             yield _seconds(node, machine, size)
@@ -114,11 +114,17 @@ def seconds_of(graph: fx.Graph, machine: Cluster, fused: bool = False) -> Iterat
 
 def _formula(node: fx.Node) -> Callable[..., int] | None:
     packet = getattr(node.target, "overloadpacket", None)
-    return flop_registry.get(ON_CPU.get(packet, packet))
+    return _grouped if str(packet) == "aten._grouped_mm" else flop_registry.get(ON_CPU.get(packet, packet))
+
+
+def _grouped(one: torch.Tensor, other: torch.Tensor, *_: Any, **__: Any) -> int:
+    """The products of experts, each with rows of its own: ``[rows, k] x [experts, k, n]``, or those of its backward."""
+    experts = one.shape[0] if one.dim() == other.dim() == 3 else 1
+    return 2 * experts * one.shape[-2] * one.shape[-1] * other.shape[-1]
 
 
 def flops(node: fx.Node) -> int:
-    """Multiplications and additions; 0 for an operator that moves or maps elements; of causal attention half."""
+    """Multiplications and additions; 0 for an operator that moves or maps elements; half for causal attention."""
     if (count := _formula(node)) is None:
         return 0
     args, kwargs = pytree.tree_map_only(fx.Node, lambda source: as_traced(source.meta["val"]), (node.args, node.kwargs))
@@ -135,7 +141,7 @@ def _causal(node: fx.Node) -> bool:
 
 
 def _in_runs(graph: fx.Graph, size: Size) -> dict[fx.Node, tuple[int, bool]]:
-    """Of each node that Inductor fuses with others: the bytes that it reads and writes then, and whether it is the
+    """For each node that Inductor fuses with others: the bytes that it reads and writes then, and whether it is the
     first of its run."""
     runs: dict[fx.Node, int] = {}
     run = 0
@@ -183,7 +189,7 @@ def _traffic(node: fx.Node, size: Size) -> int:
 
 
 class _Sizes:
-    """`_size`, looked at once for each fake tensor."""
+    """Works `_size` out once for each fake tensor."""
 
     def __init__(self) -> None:
         self._known: dict[int, int] = {}
@@ -200,7 +206,7 @@ def _size(node: fx.Node) -> int:
 
 
 def nbytes(value: Any) -> int:
-    """Of all tensors in a value; nothing for what has no such size, a sparse tensor for one."""
+    """The bytes of all tensors in a value; nothing for one that has no such size, such as a sparse tensor."""
     value = as_traced(value)
     leaves = [value] if isinstance(value, torch.Tensor) else pytree.tree_leaves(value)
     return sum(leaf.nbytes for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.layout == torch.strided)

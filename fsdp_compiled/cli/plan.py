@@ -13,7 +13,7 @@ from fsdp_compiled.cli.options import positive, whole
 from fsdp_compiled.cli.simulate import setup_of
 from fsdp_compiled.runtime.plan_search import plan
 
-# Of public configurations, what is needed to build the model where nothing is on this machine: from each model's
+# What is needed to build models of public configurations where nothing is on this machine, from each model's
 # config.json. Layers, width, feed-forward, heads, key-value heads, vocabulary.
 LLAMAS = {
     "meta-llama/llama-2-7b": (32, 4096, 11008, 32, 32, 32000),
@@ -53,7 +53,10 @@ def add_plan_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _numbers(text: str) -> tuple[int, ...]:
-    return tuple(map(whole, text.split(",")))
+    found = tuple(map(whole, text.split(",")))
+    if odd := {*found} - {1, 2, 4, 8}:
+        raise argparse.ArgumentTypeError(f"{min(odd)} is not tried; expected some of 1, 2, 4, 8")
+    return found
 
 
 def run_plan(options: argparse.Namespace, _: Sequence[str]) -> int:
@@ -75,7 +78,7 @@ def run_plan(options: argparse.Namespace, _: Sequence[str]) -> int:
 
 
 def model_of(given: str) -> Any:
-    """A configuration, or what a function of the user's returns."""
+    """A configuration, or what a user's function returns."""
     path = Path(given)
     if ":" in given and not path.exists():
         return setup_of(given, "--model")

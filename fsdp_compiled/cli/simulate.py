@@ -19,7 +19,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from fsdp_compiled import Policy
 from fsdp_compiled.cli.gpt import GPT, VOCABULARY, GPTConfig, next_byte_loss
 from fsdp_compiled.cli.options import check_heads, positive, whole
-from fsdp_compiled.plan.hardware import GBIT, HARDWARE, bits, with_network
+from fsdp_compiled.plan.hardware import GBIT, HARDWARE, bits, gpus, with_network
 from fsdp_compiled.runtime.simulate import Estimate, simulate
 
 P = TypeVar("P", bound="Preset")
@@ -84,10 +84,10 @@ def run_simulate(options: argparse.Namespace, _: Sequence[str]) -> int:
         raise ValueError(f"--{given[0]} is of a preset's model, and --setup brings its own")
     model_fn, loss, batch = setup_of(options.setup) if options.setup is not None else _preset(options)
     machine = HARDWARE[options.hardware]
-    if options.node is not None:
-        machine = replace(machine, node=options.node)
-    if options.nic is not None:
-        machine = replace(machine, network=options.nic)
+    if machine.gpu:
+        machine = gpus(options.hardware, options.node or machine.node, options.nic)
+    else:
+        machine = replace(machine, node=options.node or machine.node, network=options.nic or machine.network)
     machine = with_network(machine, options.network_gbps, options.tp)
     if options.inner_gbps is not None:
         machine = replace(machine, inner=options.inner_gbps * GBIT)
@@ -130,7 +130,7 @@ def _preset(options: argparse.Namespace) -> tuple[Callable[[], Any], Any, tuple[
 
 
 def setup_of(setup: str, option: str = "--setup") -> tuple[Callable[[], Any], Any, tuple[Any, ...]]:
-    """What a function of the user's returns, which the option names."""
+    """The result of the user's function that the option names."""
     module, _, name = setup.partition(":")
     if not module or not name:
         raise ValueError(f"{option} is {setup!r}; expected MODULE:FUNCTION, such as my_model:setup")
@@ -193,7 +193,7 @@ PRESETS = {
 
 
 def sized(preset: P, **sizes: int | None) -> P:
-    """The preset with some of its numbers given; refuses what cannot be built."""
+    """The preset with some of its numbers replaced; refuses what cannot be built."""
     preset = replace(preset, **{name: value for name, value in sizes.items() if value is not None})  # type: ignore[arg-type]
     check_heads(preset.width, preset.heads)
     if preset.llama and importlib.util.find_spec("transformers") is None:

@@ -1,13 +1,13 @@
-"""plan: which placement, recomputation and microbatches train a model fastest on GPUs that one thinks of renting.
+"""plan: finds the placement, recomputation and microbatches that train a model fastest on GPUs you may rent.
 
     found = plan(config, "64xH100", node=8, nic="8x400Gb/s", seq=8192, batch=128, tokens=1e12)
     print(found)             a row for each way: fits, peak, step, tokens/s, MFU, exposed, what bounds it, days
     found.best.policy        the Policy to train with
 
-Each way is priced as `simulate` prices it, by the program that would run. The model is captured once for each number of
-rows in a microbatch, and each way that it may be cut along tp. A model of many equal blocks is captured twice, `FEW`
-and `MORE` blocks deep, and bytes, seconds and operations are continued as straight lines; the winner is then simulated
-at its whole depth, and the next one takes its place where it does not fit.
+Each way is priced as `simulate` prices it, from the program that would run. The model is captured once for each number
+of rows in a microbatch and each size of the tp axis. A model of many equal blocks is captured twice, `FEW` and `MORE`
+blocks deep; bytes, seconds and operations are extrapolated linearly. Then the winner is simulated at its whole depth.
+If it does not fit, the next one takes its place.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from itertools import product
@@ -30,11 +31,11 @@ from fsdp_compiled.plan.hardware import ERROR, GIB, Cluster, bits, gpus
 from fsdp_compiled.policy import Policy
 from fsdp_compiled.runtime.simulate import Estimate, Traced, traced
 
-FEW, MORE = 4, 5  # blocks of the models that are priced for one that has more: of fewer, no block is like the others
-ROWS = (1, 2, 4, 8)  # of a microbatch, that are tried
+FEW, MORE = 4, 5  # depths that stand for a deeper model; with fewer blocks, no block is like the others
+ROWS = (1, 2, 4, 8)  # numbers of rows in a microbatch that are tried
 PRECISION = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
-NETWORKS = (10, 100, 400, 1600, 3200, 12800)  # Gb/s of a node, that the picture shows
-WAITS = 0.15  # the part of a step from which on waiting is what bounds it
+NETWORKS = (10, 100, 400, 1600, 3200, 12800)  # Gb/s of a node's network, for the picture
+WAITS = 0.15  # above this fraction of a step, waiting bounds it
 EVERY = 50  # local steps between two exchanges, where they are proposed
 
 Batch = tuple[Any, ...]
@@ -62,8 +63,8 @@ class Way:
 
 @dataclass(frozen=True)
 class Price:
-    """What a way comes to. ``seconds``: of a step. ``exposed``: the part in which a rank waits. ``flops``: of a rank's
-    forward and backward, nothing counted that is computed again. ``whole``: simulated at the model's whole depth."""
+    """The cost of a way. ``seconds``: of a step. ``exposed``: the fraction in which a rank waits. ``flops``: of a
+    rank's forward and backward, without recomputation. ``whole``: simulated at the model's whole depth."""
 
     way: Way
     peak: float
@@ -80,7 +81,7 @@ class Price:
 
     @property
     def bound(self) -> str:
-        """What most would have to be faster."""
+        """What limits the step most."""
         if self.exposed > WAITS:
             return "host memory" if self.way.policy.offload else "network"
         return "arithmetic" if self.products > 0.5 else "memory traffic"
@@ -88,9 +89,9 @@ class Price:
 
 @dataclass(frozen=True)
 class Plans:
-    """All ways, the fastest that fits first. ``error``: how far off published runs were, the median and the worst
-    (`plan.hardware.ERROR`). ``fewer``: where the network bounds the best, what sends fewer bytes and rounds or delays
-    for it, by field of the policy, and of its seconds the part that a step then takes."""
+    """All ways, the fastest that fits first. ``error``: the median and the worst error for published runs
+    (`plan.hardware.ERROR`). ``fewer``: if the network bounds the best way, policy settings that send fewer bytes at the
+    price of rounding or delay, each with the fraction of the step's time that remains."""
 
     prices: tuple[Price, ...]
     cluster: Cluster
@@ -147,7 +148,9 @@ class Plans:
         rows = [self.row(one) for one in self.prices]
         wide = max(len(row["way"]) for row in rows[:most])
         head = f"{'':{wide}}  fits {'peak GiB':>9} {'step s':>8} {'tok/s/GPU':>10} {'MFU':>6} {'exposed':>8}  bound by"
-        yield head + (f"{'':8}{'days':>8}" if self.tokens else "") + (f" {'cost':>11}" if self.dollars else "")
+        yield (
+            head + (f"{'':8}{'days':>8}" if "days" in rows[0] else "") + (f" {'cost':>11}" if "cost" in rows[0] else "")
+        )
         for row in rows[:most]:
             line = (
                 f"{row['way']:{wide}}  {'yes' if row['fits'] else 'no':4} {row['peak GiB']:9.1f} "
@@ -162,7 +165,8 @@ class Plans:
         if not self.fits(self.best):
             yield f"nothing fits {self.capacity / GIB:.0f} GiB; the least is the first"
         mesh = _mesh(self.best.way)
-        yield f"mesh = init_device_mesh('cuda', {tuple(mesh.values())}, mesh_dim_names={tuple(mesh)})"
+        device = "cuda" if self.cluster.gpu else "cpu"
+        yield f"mesh = init_device_mesh('{device}', {tuple(mesh.values())}, mesh_dim_names={tuple(mesh)})"
         yield f"policy = {policy_text(self.best.way.policy)}"
         yield f"# {self.best.way.rows} rows a rank, {self.best.way.microbatches} microbatches a step"
         if self.fewer:
@@ -175,7 +179,7 @@ class Plans:
     __repr__ = __str__
 
     def picture(self, path: Path) -> None:
-        """Throughput over memory of all ways, and of the best of each mesh over networks; needs matplotlib."""
+        """Plots throughput over memory for all ways, and over networks for each mesh's best way. Needs matplotlib."""
         import matplotlib
 
         matplotlib.use("Agg")
@@ -208,7 +212,7 @@ def _mesh_text(way: Way) -> str:
 
 
 def _set(policy: Policy) -> dict[str, Any]:
-    """The fields that are not as a plain policy has them."""
+    """The fields that differ from a default policy's."""
     usual = Policy()
     return {name: value for name, value in vars(policy).items() if value != getattr(usual, name)}
 
@@ -244,64 +248,63 @@ def plan(
     """Prices the ways to train ``model`` on such GPUs.
 
     model
-        A configuration of transformers, whose causal (or sequence-to-sequence) model it is, or
-        ``(model_fn, loss, batch)``, as `simulate` takes them, with one row in the batch's tensors.
+        A configuration of transformers, for its causal (or sequence-to-sequence) model; or ``(model_fn, loss, batch)``
+        as `simulate` takes them, with one row in the batch's tensors.
     gpus, node, nic
         ``"64xH100"``, ranks of a node, and what a node's NICs carry together, ``"8x400Gb/s"``; or a `Cluster` and
         ``ranks``.
     seq, batch
-        Tokens in a row, and rows of a step over all ranks; without, a microbatch of each rank.
+        Tokens in a row, and rows of a step over all ranks; without ``batch``, one microbatch of each rank.
     memory
-        GiB of a GPU that a step may use, in the place of its own.
+        GiB of a GPU that a step may use, instead of all its memory.
     tokens, dollars
-        To train on, and of a GPU's hour: for days and cost.
+        Tokens to train on, and dollars for an hour of one GPU: gives days and cost.
     ways, policy
-        Which ways are priced, and the fields that they share; its precision is bfloat16 if not given.
+        Which ways are priced, and the policy whose fields they share; without it, precision is bfloat16.
     picture
         Also prices the best ways on other networks, for `Plans.picture`.
 
-    Raises ``ValueError`` where nothing can be priced, and as `simulate` does.
+    Raises ``ValueError`` if nothing can be priced, and as `simulate` does.
     """
     cluster, ranks = _asked(gpus, node, nic, ranks)
     base = policy or Policy(precision=PRECISION)
     capacity = memory * GIB if memory is not None else (cluster.capacity or float("inf"))
-    asked = {"gpus": f"{ranks}x{cluster.name}", "node": cluster.node, "nic": nic, "seq": seq, "batch": batch,
-             "memory": memory, "tokens": tokens, "model": _name(model)}  # fmt: skip
     source = _Source(model, seq)
+    asked = {"gpus": f"{ranks}x{cluster.name}", "node": cluster.node, "nic": nic, "batch": batch,
+             "seq": seq if source.setup is None else None,
+             "memory": memory, "tokens": tokens, "dollars": dollars, "model": _name(model)}  # fmt: skip
     found: list[Price] = []
     samples: dict[str, tuple[Price, Callable[[Cluster], float]]] = {}
     reasons: list[str] = []
-    full: set[int] = set()  # ranks along tp with which no way fits, and none with more rows will
+    full: set[int] = set()  # sizes of tp with which no way fits, so none with more rows will
     for tp, rows in product(source.cuts(cluster.node, ranks), ROWS):
-        own = [way for way in _ways(base, ranks // tp, tp, rows, batch, cluster.node) if ways(way)]
+        own = [way for way in _ways(base, ranks // tp, tp, rows, batch, cluster.node, reasons) if ways(way)]
         own = [way for way in own if source.state(way) < capacity] or own[:1]
         if tp in full or not own:
             continue
         before = len(found)
         try:
-            for price, again in _priced(source, own, cluster, rows):
+            for price, again in _priced(source, own, cluster, rows, reasons):
                 found.append(price)
                 mesh = _mesh_text(price.way)
                 if price.peak <= capacity and (mesh not in samples or price.rate(1) > samples[mesh][0].rate(1)):
                     samples[mesh] = price, again
         except ValueError as error:
             reasons.append(f"tp={tp}, rows={rows}: {error}")
-        if all(price.peak > capacity for price in found[before:]):
+        if len(found) > before and all(price.peak > capacity for price in found[before:]):
             full.add(tp)
     if not found:
-        raise ValueError("Nothing can be priced. " + ("; ".join(reasons) or "No way divides ranks and batch."))
+        why = "; ".join(dict.fromkeys(reasons)) or "No way that is tried divides ranks and batch."
+        raise ValueError(f"Nothing can be priced. {why}")
 
     def best(one: Price) -> tuple[bool, float, float]:
-        """Of those that are as fast as others, to three digits, what takes the least memory is first."""
+        """Sort key: the fastest that fits is first; among equally fast ones, to three digits, the smallest."""
         return one.peak > capacity, 0.0 if one.peak > capacity else -float(f"{one.rate(1):.3g}"), one.peak
 
     found.sort(key=best)
     if source.deep:
-        for _ in range(4):
-            first = source.whole(found[0], cluster, ranks)
-            found = sorted([first, *found[1:]], key=best)
-            if found[0].whole:
-                break
+        while not found[0].whole:
+            found = sorted([source.whole(found[0], cluster), *found[1:]], key=best)
     networks = None
     if picture:
         chosen = sorted(samples.values(), key=lambda pair: -pair[0].rate(1))[:6]
@@ -332,8 +335,11 @@ def _name(model: Any) -> str:
     return str(getattr(model, "_name_or_path", "") or type(model).__name__)
 
 
-def _ways(base: Policy, ranks: int, tp: int, rows: int, batch: int | None, node: int) -> Iterator[Way]:
-    """All that are tried, of ``ranks`` with batches of their own."""
+def _ways(
+    base: Policy, ranks: int, tp: int, rows: int, batch: int | None, node: int, reasons: list[str]
+) -> Iterator[Way]:
+    """All ways that are tried, for ``ranks`` ranks with their own batches. ``reasons``: gets why a policy is not
+    possible."""
     microbatches, left = (1, 0) if batch is None else divmod(batch, ranks * rows)
     if microbatches == 0 or left:
         return
@@ -345,10 +351,14 @@ def _ways(base: Policy, ranks: int, tp: int, rows: int, batch: int | None, node:
             continue
         accumulates = ("shards", "full") if microbatches > 1 and shard != "ddp" and not offload else ("shards",)
         for accumulate in accumulates:
-            policy = replace(
-                base, shard=shard, recompute=recompute, offload=offload, accumulate=accumulate,
-                tp="auto" if tp > 1 else None,
-            )  # fmt: skip
+            try:
+                policy = replace(
+                    base, shard=shard, recompute=recompute, offload=offload, accumulate=accumulate,
+                    tp="auto" if tp > 1 else None,
+                )  # fmt: skip
+            except ValueError as error:
+                reasons.append(str(error))
+                continue
             yield Way(replicate, ranks // replicate, tp, rows, microbatches, policy)
 
 
@@ -359,24 +369,38 @@ class _Source:
         self.given, self.seq = model, seq
         self.setup = model if isinstance(model, tuple) else None
         self.depth = 0 if self.setup is not None else int(getattr(model, "num_hidden_layers", 0) or 0)
-        self.deep = self.depth > MORE + 2
+        self.deep = self.depth > MORE + 2 and self._alike()
+
+    def _alike(self) -> bool:
+        """Whether all blocks past `FEW` have the parameters of the next one, as far as their number tells."""
+        few, more, every = (self._sum(depth, torch.Tensor.numel) for depth in (FEW, MORE, self.depth))
+        return every - few == (more - few) * (self.depth - FEW)
+
+    def _sum(self, depth: int, of: Callable[[nn.Parameter], int]) -> int:
+        with torch.device("meta"):
+            return sum(map(of, self.made(depth, 1)[0]().parameters()))
 
     def cuts(self, node: int, ranks: int) -> tuple[int, ...]:
-        """Ranks along tp that are tried."""
+        """Ranks along tp that are tried; those of one model are in one node."""
         heads = 0 if self.setup is not None else getattr(self.given, "num_key_value_heads", None)
         heads = heads or getattr(self.given, "num_attention_heads", 0) or 0
-        return tuple(tp for tp in (1, 2, 4, 8) if tp == 1 or (heads and heads % tp == 0 and tp <= node and tp < ranks))
+        cut = (tp for tp in (2, 4, 8) if heads and heads % tp == 0 and tp < ranks)
+        return (1, *(tp for tp in cut if ranks % tp == 0 and node % tp == 0))
 
     def state(self, way: Way) -> float:
-        """Bytes that a rank holds at least: parameters and AdamW's state in float32, and what stays gathered."""
-        each = self.parameters / way.tp
-        held = 0 if way.policy.offload else 12 * each / (1 if way.policy.shard == "ddp" else way.shard)
-        return held + (0 if way.policy.shard == "zero3" else 2 * each)
+        """Bytes that a rank holds at least: parameters, AdamW's state of those that are trained, and what stays
+        gathered."""
+        held = 0 if way.policy.offload else self.held / way.tp / (1 if way.policy.shard == "ddp" else way.shard)
+        return held + (0 if way.policy.shard == "zero3" else 2 * self.parameters / way.tp)
 
     @cached_property
     def parameters(self) -> int:
-        with torch.device("meta"):
-            return sum(one.numel() for one in self.made(self.depth, 1)[0]().parameters())
+        return self._sum(self.depth, torch.Tensor.numel)
+
+    @cached_property
+    def held(self) -> int:
+        """Bytes of all parameters, and of AdamW's state of those that are trained."""
+        return self._sum(self.depth, lambda one: one.numel() * one.itemsize * (3 if one.requires_grad else 1))
 
     @property
     def depths(self) -> tuple[int, ...]:
@@ -389,13 +413,13 @@ class _Source:
         return of_config(self.given, depth, rows, self.seq)
 
     def tokens(self, rows: int) -> int:
-        """Of a microbatch."""
+        """Tokens in a microbatch."""
         if self.setup is None:
             return rows * self.seq
         first = next(one for one in self.setup[2] if isinstance(one, torch.Tensor))
         return rows * (first.shape[1] if first.dim() > 1 and not first.is_floating_point() else 1)
 
-    def whole(self, price: Price, cluster: Cluster, ranks: int) -> Price:
+    def whole(self, price: Price, cluster: Cluster) -> Price:
         """The same way at the model's whole depth."""
         way = price.way
         with _traced(self, self.depth, way, cluster) as step:
@@ -409,7 +433,7 @@ def _repeated(one: Any, rows: int) -> Any:
 
 
 def of_config(config: Any, depth: int, rows: int, seq: int) -> Setup:
-    """A configuration's model, so many blocks deep, its loss and its batch."""
+    """The model of a configuration, ``depth`` blocks deep, its loss and its batch."""
     import copy
 
     import transformers
@@ -418,7 +442,7 @@ def of_config(config: Any, depth: int, rows: int, seq: int) -> Setup:
     config.use_cache = False
     if depth:
         config.num_hidden_layers = depth
-        if getattr(config, "layer_types", None):  # one for each block
+        if "layer_types" in vars(config) and config.layer_types:  # one for each block
             config.layer_types = list(config.layer_types)[:depth]
     both = bool(getattr(config, "is_encoder_decoder", False))
     if both:
@@ -430,7 +454,8 @@ def of_config(config: Any, depth: int, rows: int, seq: int) -> Setup:
     def loss(model: nn.Module, tokens: torch.Tensor) -> Any:
         return model(input_ids=tokens, labels=tokens).loss
 
-    return lambda: kind.from_config(config), loss, (torch.empty(rows, seq, dtype=torch.int64, device="meta"),)
+    # In float32, whatever dtype its file was saved in: what computes in bfloat16 is the policy.
+    return lambda: kind.from_config(config).float(), loss, (torch.empty(rows, seq, dtype=torch.int64, device="meta"),)
 
 
 def _traced(source: _Source, depth: int, way: Way, cluster: Cluster) -> Any:
@@ -443,13 +468,14 @@ def _estimate(step: Traced, way: Way, cluster: Cluster) -> Estimate:
 
 
 def _priced(
-    source: _Source, ways: Sequence[Way], cluster: Cluster, rows: int
+    source: _Source, ways: Sequence[Way], cluster: Cluster, rows: int, reasons: list[str]
 ) -> Iterator[tuple[Price, Callable[[Cluster], float]]]:
-    """Each way, with what a step of it would take on another cluster."""
+    """Yields each way's price, and a function that gives the seconds of its step on another cluster. ``reasons``: gets
+    why some ways are not possible."""
     by_depth: list[list[Estimate | None]] = []
     for depth in source.depths:
         with _traced(source, depth, ways[0], cluster) as step:
-            by_depth.append([_attempt(step, way, cluster) for way in ways])
+            by_depth.append([_attempt(step, way, cluster, reasons) for way in ways])
     tokens = float(source.tokens(rows))
     for way, *made in zip(ways, *by_depth, strict=True):
         known = [one for one in made if one is not None]
@@ -465,15 +491,16 @@ def _priced(
 
 
 def _fewer_bytes(source: _Source, best: Price, cluster: Cluster) -> dict[str, float]:
-    """`Plans.fewer`: messages of eight bits, and local steps, of sites that are the replicas, or each rank. A step of
-    one site alone is priced, and its part of an exchange, the mean of all parameters, is added to it."""
+    """`Plans.fewer`: 8-bit messages, and local steps, whose sites are the replicas, or single ranks under ``"ddp"``. It
+    prices a step of one site, and adds its part of an exchange, which averages all parameters."""
     way, others = best.way, dict[str, Way]()
-    if way.tp == 1 and not way.policy.offload:
-        others['wire="int8"'] = replace(way, policy=replace(way.policy, wire="int8"))
+    if way.tp == 1 and not way.policy.offload and way.policy.wire is None:
+        with suppress(ValueError):  # beside another field that was given
+            others['wire="int8"'] = replace(way, policy=replace(way.policy, wire="int8"))
     site = 1 if way.policy.shard == "ddp" else way.shard
     if site < way.shard * way.replicate:
         others[f"sync_every={EVERY}"] = replace(way, replicate=1, shard=site)
-    priced = _priced(source, [way, *others.values()], cluster, way.rows)
+    priced = _priced(source, [way, *others.values()], cluster, way.rows, [])
     seconds = {price.way: price.seconds for price, _ in priced}
     sites = way.shard * way.replicate // site
     exchange = cluster.transfer(4.0 * source.parameters / way.tp / site, sites, site * way.tp, both=True) / EVERY
@@ -485,13 +512,17 @@ def _fewer_bytes(source: _Source, best: Price, cluster: Cluster) -> dict[str, fl
     return {change: part for change, part in parts.items() if part < 1}
 
 
-def _attempt(step: Traced, way: Way, cluster: Cluster) -> Estimate | None:
-    """None where the policy cannot be had, as with a limit that the program needs more than."""
+def _attempt(step: Traced, way: Way, cluster: Cluster, reasons: list[str]) -> Estimate | None:
+    """The estimate; None if the policy is not possible, for example if the program needs more than its limit."""
     try:
         found = _estimate(step, way, cluster)
-    except ValueError:
+    except ValueError as error:
+        reasons.append(f"{way}: {error}")
         return None
-    return None if found.memory.unknown else found
+    if found.memory.unknown:
+        reasons.append(f"{way}: its memory cannot be told")
+        return None
+    return found
 
 
 def _figures(one: Estimate) -> tuple[float, ...]:
@@ -508,7 +539,7 @@ def _figures(one: Estimate) -> tuple[float, ...]:
 
 
 def _at(figures: Sequence[tuple[float, ...]], depths: Sequence[int], depth: int) -> tuple[float, ...]:
-    """Figures at a depth: as they are, or on the line through those at two others."""
+    """Figures at a depth: as given, or extrapolated linearly from those at two other depths."""
     if len(figures) == 1:
         return figures[0]
     (first, second), (few, more) = figures, depths

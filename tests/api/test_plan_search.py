@@ -10,10 +10,12 @@ from typing import Any
 
 import pytest
 import torch
+from torch import fx, nn
 
 import fsdp_compiled
 from bench import RESULTS, published
 from fsdp_compiled import Policy, simulate
+from fsdp_compiled.analysis.roofline import flops
 from fsdp_compiled.cli import main
 from fsdp_compiled.cli.plan import LLAMAS, model_of
 from fsdp_compiled.plan.hardware import ERROR, GIB, bits, gpus
@@ -178,6 +180,48 @@ def test_configurations_by_name_by_file_and_of_encoders(tmp_path: Path) -> None:
     assert len(LLAMAS) > 5
 
 
+def test_ranks_along_tp_divide_all_of_them_and_a_node() -> None:
+    config = llama()
+    config.num_key_value_heads = 4
+    source = _Source(config, 256)
+    assert source.cuts(6, 6) == (1, 2) and source.cuts(8, 12) == (1, 2, 4) and source.cuts(6, 12) == (1, 2)
+
+
+def test_a_line_is_drawn_through_blocks_that_are_alike() -> None:
+    """And masters are float32, whatever dtype the configuration's file says."""
+    config = transformers.Qwen2MoeConfig(
+        num_hidden_layers=12, hidden_size=32, intermediate_size=64, moe_intermediate_size=16, num_experts=4,
+        num_attention_heads=4, num_key_value_heads=2, vocab_size=64, decoder_sparse_step=2,
+    )  # fmt: skip
+    assert _Source(llama(12), 256).deep and not _Source(config, 256).deep
+    half = llama()
+    half.dtype = torch.bfloat16
+    with torch.device("meta"):
+        assert {one.dtype for one in of_config(half, 2, 1, 8)[0]().parameters()} == {torch.float32}
+
+
+def test_what_cannot_be_had_leaves_other_ways() -> None:
+    """Batches of one row that the model refuses, and offload beside a field of the policy's that rules it out."""
+    setup = lambda: nn.Sequential(nn.Linear(64, 64), nn.BatchNorm1d(64))  # noqa: E731
+    given = setup, lambda model, x: model(x).square().mean(), (torch.empty(1, 64),)
+    made: Plans = fsdp_compiled.plan(given, "8xH100", policy=Policy(wire="int8"))  # type: ignore[operator]
+    assert {one.way.rows for one in made.prices} == {2, 4, 8} and not made.fewer.get('wire="int8"')
+    assert not any(one.way.policy.offload for one in made.prices)
+    with pytest.raises(ValueError, match=r"(?s)Nothing can be priced. tp=1, rows=1: .*more than 1 value per channel"):
+        fsdp_compiled.plan(given, "8xH100", ways=lambda way: way.rows == 1)  # type: ignore[operator]
+
+
+def test_products_of_experts_are_counted() -> None:
+    graph = fx.Graph()
+    value = {name: graph.placeholder(name) for name in ("tokens", "experts", "ends")}
+    shapes = {"tokens": (12, 8), "experts": (3, 8, 6), "ends": (3,)}
+    for name, node in value.items():
+        node.meta["val"] = torch.empty(shapes[name], device="meta")
+    product = graph.call_function(torch.ops.aten._grouped_mm.default, tuple(value.values()))
+    product.meta["val"] = torch.empty(12, 6, device="meta")
+    assert flops(product) == 2 * 12 * 8 * 6
+
+
 SETUP = """
 import torch
 from torch import nn
@@ -196,6 +240,12 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: py
     assert json.loads((tmp_path / "ways.json").read_text())["inputs"]["gpus"] == "4xrtx4090"
 
 
+def test_rows_that_are_not_tried_are_no_option(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["plan", "--rows", "3"])
+    assert "3 is not tried; expected some of 1, 2, 4, 8" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("options", "why"),
     [
@@ -205,7 +255,7 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: py
         ("--nic fast", "expected one such as 400Gb/s"),
         ("--dollars 2", "say how much is trained"),
         ("--model nobody/nothing", "nothing is fetched"),
-        ("--batch 7 --tp 1", "No way divides ranks and batch"),
+        ("--batch 7 --tp 1", "No way that is tried divides ranks and batch"),
     ],
 )
 def test_what_is_refused(options: str, why: str, capsys: pytest.CaptureFixture[str]) -> None:
