@@ -241,7 +241,7 @@ def _begin(
 def _not_in_the_norm(plan: Plan) -> Iterator[str]:
     """What ``clip_grad_norm_(model.parameters(), ...)`` would count, and `Policy.clip` does not."""
     buffers = [buffer for buffer in plan.buffers if buffer.trainable and not buffer.updated]
-    if plan.policy.clip is not None and buffers:
+    if plan.policy.clip is not None and buffers and any(buffer.updated for buffer in plan.buffers):
         names = some([slot.name for buffer in buffers for slot in buffer.slots])
         yield (
             f"Policy.clip counts the gradients that an optimizer uses. The optimizer does not hold {names}: their "

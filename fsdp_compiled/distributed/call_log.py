@@ -1,9 +1,9 @@
-"""What each rank is doing, said before it does it.
+"""Each rank says what it is about to do before it does it.
 
-A collective that one rank never joins would keep the others waiting. So before every call a rank posts it on the board,
-and waits for no answer. A rank that is about to do something rare (compile, refuse a batch, collect the whole model)
-meets the others first (`meeting`); a rank whose collective failed reads the board afterwards, to say which rank did
-something else; and for a rank whose collective does not return, a thread reads it meanwhile (`watchdog`).
+A collective that one rank never joins would keep the others waiting. So before every call a rank posts the call on the
+board, and waits for no answer. A rank that is about to do something rare (compile, refuse a batch, collect the whole
+model) meets the others first (`meeting`). A rank whose collective failed reads the board afterwards, to say which rank
+did something else. For a rank whose collective does not return, a thread reads the board (`watchdog`).
 """
 
 from __future__ import annotations
@@ -46,15 +46,15 @@ class Calls:
 
     def __init__(self, mesh: Mesh) -> None:
         self.mesh = mesh
-        self._made = [0]  # shared with what runs when Python exits
+        self._made = [0]  # shared with the code that runs when Python exits
         # Goes through the collectives of a call that the others are in; False where it cannot. The second argument:
         # whether they may hear nothing of it.
         self.take_part: Callable[[], Callable[[Posted, bool], bool] | None] = lambda: None  # a weak reference
-        self.hypers = ""  # a digest of those that the next call goes by
+        self.hypers = ""  # a digest of the hyperparameters that the next call uses
         self.closed: str | None = None  # why no call can be made any more
         self._last: deque[str] = deque(maxlen=12)  # the wires of the last calls that communicated
-        self._next: dict[tuple[str, ...], str] = {}  # by such a row, and by its end alone: what came after it last
-        self._waits = mesh.device.type == "cpu"  # until its collectives are done, before a call returns
+        self._next: dict[tuple[str, ...], str] = {}  # by such a row, and by its end alone: the wire that came next
+        self._waits = mesh.device.type == "cpu"  # whether a call returns only when its collectives are done
         self.board: Board | None = None
         self.watchdog: Watchdog | None = None
         self._met: Meeting | None = None  # this rank's last one
@@ -78,21 +78,22 @@ class Calls:
             raise RankError(f"An earlier call failed for good:\n{self.closed}")
 
     def reopen(self) -> None:
-        """Calls can be made again, where only this process's state was in doubt, and is not any more."""
+        """Lets calls be made again, if only this process's state was in doubt, and no longer is."""
         if self.mesh.world == 1:
             self.closed = None
 
     def post(self, label: str, wire: str = MEETS, missed: Sequence[str] = ()) -> None:
-        """This rank's next call, which goes on with this wire, or first meets the others. ``missed``: see `reached`."""
+        """Posts this rank's next call, which goes on with this wire, or meets others first. ``missed``: see
+        `reached`."""
         self.check_open()
         self._made[0] += 1
         self._put(Posted(self.count, wire, label, self.hypers, _digest(missed)))
 
     def reached(self, missed: Sequence[str]) -> None:
-        """Raises `RankError` on all ranks where a backward left these parameters without a gradient here, and others on
-        another rank; after it ran.
+        """Raises `RankError` on all ranks if a backward left these parameters without a gradient here, and other
+        parameters on another rank; called after the backward ran.
 
-        A rank asks the next one, and only if it missed something: somebody asks, wherever two differ.
+        A rank asks the next rank, and only if it missed something itself: wherever two ranks differ, somebody asks.
         """
         if self.board is None or not missed:
             return
@@ -112,11 +113,11 @@ class Calls:
             raise RankError(self.closed)
 
     def _foreseen(self) -> str | None:
-        """What came next when the last calls were these; or, if they never were, when the last one was."""
+        """The wire that came next after the same last calls; or, if there were none, after the same last call."""
         return self._next.get(tuple(self._last)) or self._next.get(tuple(self._last)[-1:])
 
     def _put(self, call: Posted) -> None:
-        """On the board, as what this rank does now."""
+        """Puts the call on the board, as what this rank does now."""
         if call.communicates:
             if len(self._next) > 1024:
                 self._next.clear()
@@ -132,20 +133,20 @@ class Calls:
                 self.watchdog.begin(call)
 
     def returned(self) -> None:
-        """The call is over. A GPU may still be at it, and is watched until the next."""
+        """Notes that the call is over. A GPU may still work on it, and is watched until the next call."""
         if self.watchdog is not None:
             self.watchdog.end(None if self._waits else self._device_is_done)
 
     def _device_is_done(self) -> Callable[[], bool]:
-        """What says whether the GPU has done what it was given until now."""
+        """Returns a function that says whether the GPU has done what it was given until now."""
         event: torch.cuda.Event = torch.cuda.current_stream(self.mesh.device).record_event()
         return event.query
 
     def meet(self, label: str, part: Callable[[str], str] | None = None) -> bool:
         """Returns when every rank has posted this call with this label; raises `RankError` where one has another.
 
-        ``part``: of the labels, what must be the same, for calls that all ranks meet in; then it returns whether the
-        labels are.
+        ``part``: gives the part of a label that must be the same, for calls that all ranks meet in; then the method
+        returns whether the whole labels are the same.
         """
         if self.board is None:
             return True
@@ -167,9 +168,9 @@ class Calls:
         raise RankError(message)
 
     def undecided(self, label: str, wire: str) -> bool:
-        """This rank's next call, made so, with this wire, if all ranks would have it so; returns whether they do.
+        """Posts this rank's next call with this wire if all ranks would make it so; returns whether they do.
 
-        If not, this rank makes it another way: `enter`, with ``posted``.
+        If not, this rank makes the call another way: `enter`, with ``posted``.
         """
         if self.board is None:
             self.post(label, wire)
@@ -181,11 +182,12 @@ class Calls:
         return True
 
     def begin(self, label: str, wire: str, missed: Sequence[str] = ()) -> None:
-        """This rank's next call in a loop, of a program that it knows. ``missed``: see `reached`.
+        """Posts this rank's next call in a loop, with a program that it knows. ``missed``: see `reached`.
 
         Collectives that do not pair up must not begin: gloo ends a process that is sent more than it waits for. Ranks
-        that made the same calls until now foresee the same next one, so of two that differ one looks before it goes on.
-        Where forward sends nothing, one rank alone may evaluate, and then counts other calls than the others.
+        that made the same calls until now foresee the same next call. So if two differ, one of them looks before it
+        goes on. If forward sends nothing, one rank alone may evaluate; then its count of calls is not that of the
+        others.
         """
         if self.mesh.shard == 1 or wire in (SILENT, self._foreseen()):
             self.post(label, wire, missed)
@@ -193,8 +195,8 @@ class Calls:
             self.enter(label, wire, missed=missed)
 
     def enter(self, label: str, wire: str, posted: bool = False, missed: Sequence[str] = ()) -> None:
-        """This rank's next call, of a program that is new to it, or that nobody foresaw: returns when every rank has
-        posted its own, and all communicate alike. ``posted``: whether the others know of the call. Raises
+        """Posts this rank's next call, with a program that is new to it or that nobody foresaw. Returns when every rank
+        has posted its own call and all communicate alike. ``posted``: whether the others know of the call. Raises
         `RankError`."""
         if self.board is None:
             if not posted:
@@ -219,7 +221,7 @@ class Calls:
         raise RankError(message)
 
     def refuse(self, reason: str) -> None:
-        """Returns where every rank refuses its call for this reason; else raises `RankError`, as on the others."""
+        """Returns if every rank refuses its call for this reason; otherwise raises `RankError`, as the others do."""
         self.post(REFUSED + reason)
         try:
             self.meet(REFUSED + reason)
@@ -227,15 +229,15 @@ class Calls:
             self.returned()
 
     def refusal(self, error: Exception) -> str:
-        """What the others are told of a call that this rank refuses; raises `RankError` where that ranks called with
-        different programs is what made it fail."""
+        """The message to the others about a call that this rank refuses. Raises `RankError` if the call failed because
+        ranks called with different programs."""
         if (lost := self.parting(error)) is not None:
             raise RankError(lost) from error
         return str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
 
     @contextmanager
     def refusing(self) -> Iterator[None]:
-        """What this rank refuses is an error on every rank: the others may be on their way into a collective."""
+        """Makes a refusal on this rank an error on every rank: the others may be on their way into a collective."""
         try:
             yield
         except RankError:
@@ -246,7 +248,7 @@ class Calls:
 
     @contextmanager
     def meeting(self, label: str) -> Iterator[None]:
-        """What is no program: all ranks do it, or none; where one is lost in it, the others say which."""
+        """For work that is no program: all ranks do it, or none. If a rank is lost in it, the others say which."""
         self.post(label)
         try:
             self.meet(label)
@@ -256,8 +258,21 @@ class Calls:
             self.returned()
 
     @contextmanager
+    def together(self, label: str) -> Iterator[None]:
+        """A `meeting` that no rank goes on from where one fails by itself in it: the others hear that, and raise it."""
+        try:
+            with self.meeting(label):
+                yield
+        except RankError:
+            raise
+        except BaseException as error:
+            if self.mesh.world > 1:
+                self.abandon(f"It said:\n{type(error).__name__}: {error}")
+            raise
+
+    @contextmanager
     def naming(self) -> Iterator[None]:
-        """Where what ranks do together fails because one is gone, or does something else: an error that names it."""
+        """If common work fails because a rank is gone, or does something else, raises an error that names it."""
         try:
             yield
         except BaseException as error:
@@ -297,7 +312,7 @@ class Calls:
         self.leave(message)
 
     def _verdict(self, same: Callable[[Posted], str], part: Callable[[Posted], str], decided: bool = True) -> Verdict:
-        """Of all ranks' posts of this call: see `meeting`."""
+        """The verdict on all ranks' posts of this call: see `meeting`."""
         assert self.board is not None
         mine = self.board.row(self.mesh.rank).call(self.count)
         assert mine is not None
@@ -308,7 +323,7 @@ class Calls:
 
     @contextmanager
     def _leaving(self) -> Iterator[None]:
-        """Where it turns out that no rank goes on, this one ends, too."""
+        """If it turns out that no rank goes on, ends this rank too."""
         try:
             yield
         except Broken as error:
@@ -316,7 +331,7 @@ class Calls:
             raise RankError(str(error)) from None
 
     def reason(self, error: Exception) -> str | None:
-        """Why this rank's collective failed with this error, if it is for what another rank did."""
+        """Why this rank's collective failed with this error, if the reason is what another rank did."""
         if self.board is None:
             return None
         try:
@@ -334,10 +349,11 @@ class Calls:
         return message
 
     def parting(self, error: BaseException) -> str | None:
-        """Why a GPU broke off with this error, if it is that ranks called with different programs or rates.
+        """Why a GPU broke off with this error, if ranks called with different programs or rates.
 
-        Each call compares these on the device, where it costs nothing, and where all that can be done is to stop:
-        before anything is updated, but for this process's use of the GPU, and without a word of why. The board has it.
+        Each call compares these on the device, where the comparison costs nothing but can only stop the call. It stops
+        before anything is updated, but this process can no longer use the GPU, and the error gives no reason. The board
+        has it.
         """
         found = parting_of(self.board, self.count, error)
         self.closed = found or self.closed  # without an end of the process group: NCCL would wait for the lost GPU
@@ -357,7 +373,7 @@ def _label(call: Posted) -> str:
 
 
 def _wire(call: Posted) -> str:
-    """What it goes on with, or would."""
+    """The wire that it goes on with, or would go on with."""
     return call.label.rpartition(COMMUNICATING)[2] if call.wire == MEETS else call.wire
 
 

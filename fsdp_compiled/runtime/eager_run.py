@@ -1,14 +1,14 @@
-"""The user's own model, run by eager PyTorch on parameters that are in shards, and its gradients.
+"""Runs the user's own model in eager PyTorch on sharded parameters, and collects its gradients.
 
     forward     a unit is gathered where it is read, and freed some units later: no rank holds the model
     backward    gathered again; a parameter's gradient goes to host memory as soon as it is there
     means       a unit at a time: the gradients of all ranks, averaged
 
-Along tp a parameter is read as the DTensor that the plan made of it, and the gradient is that of this rank's part.
+Along tp the model reads a parameter as the DTensor that the plan made of it. The gradient is that of this rank's part.
 
-What the model's code changes is put back: buffers, tensors and containers that modules, the loss's closure and its
-globals hold, the batch, and Python's and numpy's random states. Objects that are reached in other ways, and what leaves
-the process (files, prints), are not.
+Afterwards these are restored if the model's code changed them: buffers, the batch, tensors and containers that modules,
+the loss's closure and its globals hold, and Python's and numpy's random states. Objects that the code reaches in other
+ways are not restored, nor are effects outside the process (files, prints).
 """
 
 from __future__ import annotations
@@ -16,10 +16,12 @@ from __future__ import annotations
 import contextlib
 import random
 import sys
+import threading
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from operator import is_
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -33,6 +35,8 @@ from fsdp_compiled.distributed.mesh import Mesh, RankError, exchange, said_by
 from fsdp_compiled.kernels.operators import operators
 from fsdp_compiled.plan.plan import Buffer, Plan, Slot
 from fsdp_compiled.plan.rows import whole, widths
+from fsdp_compiled.runtime.parameters.sharded_parameter import WholeParameter
+from fsdp_compiled.runtime.parameters.sharded_tensor import ShardedTensor
 from fsdp_compiled.runtime.shard_model import read_slot
 from fsdp_compiled.torch_private.modes import run_backward
 
@@ -43,11 +47,11 @@ Place = tuple[str, str]  # of a parameter: its buffer's key, and its name
 
 
 class EagerRun(TorchFunctionMode):
-    """Inside, an operator that is given a parameter gets the whole one, gathered with its buffer for as long.
+    """Inside, an operator that is given a parameter gets the whole one; its whole buffer is gathered for a while.
 
-    Ranks may read units in other orders, or not all of them: before each gather they tell which one they want, and
-    all take part in all of these, until nobody wants one (`end`). So a model that takes other ways on two ranks hangs
-    nobody. ``place_of``: where a parameter lies, None for other tensors; ``shards``: of this rank, by buffer's key.
+    Ranks may read units in different orders, or skip some. Before each gather every rank says which unit it wants. All
+    ranks take part in all of these gathers, until none wants one (`end`). So no rank hangs if the model takes different
+    paths on two ranks. ``place_of``: a parameter's place, None for other tensors; ``shards``: this rank's, by key.
     """
 
     def __init__(
@@ -62,13 +66,13 @@ class EagerRun(TorchFunctionMode):
         self._buffers = {buffer.key: buffer for buffer in plan.buffers}
         self._slots = {buffer.key: {slot.name: (place, slot) for place, slot in enumerate(buffer.slots)}
                        for buffer in plan.buffers}  # fmt: skip
-        self._alive: OrderedDict[str, torch.Tensor] = OrderedDict()  # whole buffers, the last read last
+        self._alive: OrderedDict[str, torch.Tensor] = OrderedDict()  # whole buffers; the one read last is last
         self._values: dict[str, dict[str, torch.Tensor]] = {}  # the parameters in them
-        self._read: dict[str, dict[str, torch.Tensor]] = {}  # the same, as autograd follows them
+        self._read: dict[str, dict[str, torch.Tensor]] = {}  # the same, as autograd tracks them
         self._cut = plan.placement.parameter and mesh.shard > 1
         self._owners = exchange((mesh.shard_rank, mesh.tp_rank), mesh) if self._cut else []
-        self._token = torch.zeros((), requires_grad=True)  # what of autograd's graph is for parameters alone
-        self._state: set[int] = set()  # memory that is put back after forward
+        self._token = torch.zeros((), requires_grad=True)  # the leaf through which backward reaches only parameters
+        self._state: set[int] = set()  # data pointers of tensors that are restored after forward
         self.gradients: dict[str, torch.Tensor] = {}  # this rank's, whole, by parameter's name
 
     def __torch_function__(self, function: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -80,7 +84,7 @@ class EagerRun(TorchFunctionMode):
         return tensor if place is None else self._parameter(*place)
 
     def _parameter(self, key: str, name: str) -> torch.Tensor:
-        """The whole one, as the model's code reads it, whose gradient `take` gets."""
+        """The whole parameter as the model's code reads it. Its gradient goes to `take`."""
         value, known = self._value(key, name), self._read[key]
         _, slot = self._slots[key][name]
         if slot.leaf.trainable and torch.is_grad_enabled():
@@ -104,12 +108,12 @@ class EagerRun(TorchFunctionMode):
         return whole(flat.view(ranks, -1)[:, slot.offset : slot.offset + width], slot.leaf, ranks)
 
     def take(self, name: str, gradient: torch.Tensor) -> None:
-        """To host memory; that of a parameter that was freed in between comes in parts."""
+        """Adds a gradient to those in host memory. It comes in parts if its parameter was freed in between."""
         found = gradient.detach().to(CPU, torch.promote_types(gradient.dtype, torch.float32))
         self.gradients[name] = self.gradients[name] + found if name in self.gradients else found
 
     def _flat(self, key: str) -> torch.Tensor:
-        """The whole buffer, in the dtype that is computed in."""
+        """The whole buffer, in the compute dtype."""
         if key not in self._alive:
             found = self._round(key)[key] if self._cut else self._own(self._buffers[key])
             self._alive[key], self._values[key], self._read[key] = found, {}, {}
@@ -126,14 +130,14 @@ class EagerRun(TorchFunctionMode):
         return self._shards[buffer.key].detach().to(self._plan.device, self._plan.compute_dtype(buffer))
 
     def _sent(self, own: torch.Tensor) -> torch.Tensor:
-        """As the wire rounds it."""
+        """The values as ``Policy.wire`` rounds them in messages."""
         if (form := self._plan.policy.wire) is None or not own.is_floating_point():
             return own
         return operators.unpack(operators.pack(own, 1, form=form), 1, own.numel(), own.dtype, form=form)
 
     @torch.no_grad()
     def _round(self, wanted: str | None) -> dict[str, torch.Tensor]:
-        """What any rank wants now, gathered: ``[numel / shard]`` on each -> ``[numel]``. Collective."""
+        """Gathers each buffer that some rank wants now: ``[numel / shard]`` on each rank -> ``[numel]``. Collective."""
         found = {}
         for key in sorted({one for one in exchange(wanted, self._mesh) if one is not None}):
             own = self._sent(self._own(self._buffers[key]).contiguous())
@@ -148,26 +152,52 @@ class EagerRun(TorchFunctionMode):
     def reading(
         self, model: nn.Module, loss: Callable[..., Any] | None, others: Sequence[torch.Tensor]
     ) -> Iterator[None]:
-        """Around forward. At its end what the model's code may have written is what it was."""
+        """The context of forward. At its end, everything that the model's code may have written is restored."""
         keeping = torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
-        put_back = _put_back(model, loss, others, lambda one: self._place_of(one) is None)
-        with put_back as self._state, keeping, self._along_tp(), self:
+        with self.put_back(model, loss, others) as self._state, keeping, self._whole_parts(), self:
             yield
 
+    def put_back(
+        self, model: nn.Module, loss: Callable[..., Any] | None, others: Sequence[torch.Tensor] = ()
+    ) -> contextlib.AbstractContextManager[set[int]]:
+        """Around what runs the model's code: `_put_back` of all but sharded parameters."""
+        return _put_back(model, loss, others, lambda one: self._place_of(one) is None)
+
     def backward(self, results: Sequence[torch.Tensor], tangents: Sequence[torch.Tensor]) -> None:
-        """Leaves ``gradients``, on the thread that calls it: another one would not gather."""
-        with self, self._along_tp(), torch.autograd.set_multithreading_enabled(False):
+        """Fills ``gradients``. It runs on the calling thread, since another thread would not gather."""
+        with self, self._whole_parts(), torch.autograd.set_multithreading_enabled(False):
             run_backward(results, tangents, [self._token])
 
-    def _along_tp(self) -> contextlib.AbstractContextManager[None]:
-        return loss_parallel() if self._mesh.tp > 1 else contextlib.nullcontext()
+    @contextlib.contextmanager
+    def _whole_parts(self) -> Iterator[None]:
+        """Inside, ``parameter.to_local()`` is of the whole parameter, and the loss works on parts of logits."""
+        thread = threading.get_ident()
+
+        def asked(own: Callable[..., Any]) -> Callable[..., Any]:
+            def to_local(tensor: torch.Tensor, **named: Any) -> Any:
+                found = self._whole(tensor) if threading.get_ident() == thread else tensor
+                if found is tensor:
+                    return own(tensor, **named)
+                return found.to_local(**named) if isinstance(found, DTensor) else found
+
+            return to_local
+
+        with contextlib.ExitStack() as stack:
+            for kind in (DTensor, ShardedTensor, WholeParameter):
+                stack.enter_context(patch.object(kind, "to_local", asked(kind.to_local)))
+            stack.enter_context(loss_parallel() if self._mesh.tp > 1 else contextlib.nullcontext())
+            yield
 
     def end(self, failure: Exception | None, what: str, after: str) -> None:
-        """Takes part in what other ranks still read. Collective.
+        """Takes part in the gathers that other ranks still need. Collective.
 
-        Raises `RankError` on every rank where one failed. ``what``: failed; ``after``: in which state all are then.
+        Raises `RankError` on every rank if one failed. ``what``: what failed; ``after``: the state that all are in
+        then.
+        Along tp others may wait for this rank in what the model's code does: then it raises alone (`Calls.together`).
         """
         self._forget(*self._alive)
+        if failure is not None and self._mesh.tp > 1:
+            raise RuntimeError(f"Policy.verify: {what}. It said:\n{type(failure).__name__}: {failure}") from failure
         while self._cut and self._round(None):
             pass
         told = said_by(None if failure is None else f"{type(failure).__name__}: {failure}", self._mesh)
@@ -176,8 +206,8 @@ class EagerRun(TorchFunctionMode):
                 raise RankError(f"Policy.verify: on rank {rank} {what}. It said:\n{said}\n{after}") from failure
 
     def means(self, weight: float) -> Iterator[tuple[Buffer, dict[str, torch.Tensor]]]:
-        """The mean gradients of each buffer's parameters that any rank's results depend on, whole, by name; ``weight``:
-        how much of the mean this rank's are. Collective."""
+        """Yields each buffer with the whole mean gradients, by name, of its parameters that any rank's results depend
+        on. ``weight``: the weight of this rank's gradients in the mean. Collective."""
         for buffer in (one for one in self._plan.buffers if one.trainable and one.dtype.is_floating_point):
             dtype = torch.promote_types(buffer.dtype, torch.float32)
             own = [self.gradients.pop(slot.name, None) for slot in buffer.slots]
@@ -201,11 +231,11 @@ class EagerRun(TorchFunctionMode):
             }  # fmt: skip
 
     def _pack(self, tensor: torch.Tensor) -> Any:
-        """Of a whole parameter, autograd keeps where it lies; of what is put back, a copy; of all else, the tensor."""
+        """What autograd keeps: a whole parameter's place; a copy of a tensor that is restored; else the tensor."""
         if isinstance(tensor, DTensor):
             kept = self._pack(tensor.detach().to_local())
             return kept, tensor.device_mesh, tensor.placements, tensor.size(), tensor.stride()
-        if type(tensor) not in (torch.Tensor, nn.Parameter):  # what a collective along tp has not left yet, for one
+        if type(tensor) not in (torch.Tensor, nn.Parameter):  # such as a pending result of a collective along tp
             return tensor
         start = tensor.untyped_storage().data_ptr()
         for key, values in self._values.items() if self._cut else ():
@@ -226,7 +256,7 @@ class EagerRun(TorchFunctionMode):
 
 
 class _Read(torch.autograd.Function):
-    """A whole parameter that the graph does not keep alive, as it would a leaf."""
+    """Reads a whole parameter so that the graph does not keep it alive, as it would keep a leaf."""
 
     @staticmethod
     def forward(ctx: Any, _: torch.Tensor, run: EagerRun, name: str, value: list[torch.Tensor]) -> torch.Tensor:
@@ -244,8 +274,8 @@ def _put_back(
     model: nn.Module, loss: Callable[..., Any] | None, others: Sequence[torch.Tensor],
     apart: Callable[[torch.Tensor], bool],
 ) -> Iterator[set[int]]:  # fmt: skip
-    """At its end, what the model's code may have written is what it was. Gives the memory of the tensors among that;
-    ``apart``: which of them are no sharded parameters."""
+    """At its end, restores everything that the model's code may have written. Yields the data pointers of the tensors
+    among it. ``apart``: whether a tensor is no sharded parameter."""
     codes = [_forward(module) for module in model.modules()]
     codes += [
         hook for one in model.modules() for hook in (*one._forward_pre_hooks.values(), *one._forward_hooks.values())
@@ -282,9 +312,14 @@ def _put_back(
         for cell, value in zip(cells, contents, strict=True):
             cell.cell_contents = value
         with torch.no_grad():
-            for tensor, value in kept:  # not by version: BatchNorm's kernels write their statistics past it
-                if not torch.equal(tensor, value):
+            for tensor, value in kept:  # not by version: BatchNorm's kernels write without raising it
+                if not _equal(tensor, value):
                     tensor.detach().copy_(value)
+
+
+def _equal(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors have the same values; NaN is NaN."""
+    return torch.equal(one, other) or bool(((one == other) | ((one != one) & (other != other))).all())
 
 
 def _forward(module: nn.Module) -> Any:

@@ -1,4 +1,4 @@
-"""How a call of a `Sharded` is made: its program found, its inputs bound, and what fails told to the other ranks."""
+"""Makes the calls of a `Sharded`: finds the program, binds its inputs, and tells the other ranks of failures."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ log = logging.getLogger("fsdp_compiled")
 
 
 class ShardedCalls:
-    """What a `Sharded` is made of, and its calls of programs."""
+    """The parts of a `Sharded`, and its calls of programs."""
 
     def __init__(
         self,
@@ -62,8 +62,8 @@ class ShardedCalls:
         shard_updates: Sequence[ShardUpdate] = (),
         local: LocalSteps | None = None,
     ) -> None:
-        """``updates``: of optimizers that run as they are, on whole parameters; ``shard_updates``: on shards.
-        ``local``: under ``Policy.sync_every``."""
+        """``updates``: of optimizers whose own code runs on whole parameters; ``shard_updates``: the same on shards.
+        ``local``: the local steps under ``Policy.sync_every``."""
         plan, mesh = programs.plan, programs.mesh
         self.plan = plan
         self.model = taken.model
@@ -75,7 +75,7 @@ class ShardedCalls:
         self._updates, self._shard_updates, self._local = updates, shard_updates, local
         self.calling = RLock()  # for `one_thread`
         self._rank = torch.tensor([mesh.shard_rank], device=plan.device)
-        # Numbers that the host sets from call to call, and the tensors that hold them and keep their places.
+        # Numbers that the host sets for each call, and the tensors that hold them, at fixed addresses.
         self._numbers = {"rows": 0.0} | {f"call {part}": 0.0 for part in range(CALL_PARTS)}
         self._call = torch.zeros(CALL_PARTS, dtype=torch.float64, device=plan.device)
         self._tensors = {"rows": torch.zeros((), dtype=torch.float64, device=plan.device)}
@@ -117,7 +117,7 @@ class ShardedCalls:
         return result
 
     def _exchange_sites(self, local: LocalSteps, state: State) -> None:
-        """Collective: all ranks have made as many steps since the last one, by the same rates."""
+        """Collective: all ranks have made equally many steps since the last exchange, with the same rates."""
         label = f"exchange after {local.steps} local steps{self._hyperparameters}"
         with self._meeting(label), outside_modes():
             try:
@@ -199,7 +199,7 @@ class ShardedCalls:
                 for update in self._updates:
                     update.run(state.optimizer, state.parameters, found, compiled.idle)
                 if not self._hyperparameters.unchanged():
-                    self._hyperparameters.traced()  # what its code changed is no change of the user's
+                    self._hyperparameters.traced()  # changes by the optimizer's code are not the user's
         except BaseException as error:
             host_copies.finish()
             called = f"{request.said(compiled.label)}{self._hyperparameters}{self._writes}"
@@ -221,9 +221,10 @@ class ShardedCalls:
         return compiled, found
 
     def _expected(self, verification: Verification, compiled: Compiled, request: Request, state: State) -> Expected:
-        """What eager PyTorch gives. A call of its own to the other ranks, so that one that makes none is an error."""
+        """The results of eager PyTorch. To other ranks it is a separate call, so a rank that does not make it is an
+        error."""
         shadows = self._joined is not None and self._joined.shadows is not None
-        with self._calls.meeting(f"verification of {compiled.label}"):
+        with self._calls.together(f"verification of {compiled.label}"):
             rows = 0 if shadows else request.rows
             rules, values = self._programs.rules, self._hyperparameters.values
             return verification.run(compiled, request, state, rows, rules, values)
@@ -246,10 +247,10 @@ class ShardedCalls:
         return compiled.input_binding.inputs(request.leaves, state.held, lambda: self._holders(compiled, state))
 
     def _holders(self, compiled: Compiled, state: State) -> Mapping[str, Mapping[str, torch.Tensor]]:
-        """Who holds a program's inputs, by kind, but for the batch.
+        """The dictionaries that hold a program's inputs, by kind; all inputs but the batch.
 
-        ``call`` is what ranks compare in the reduction of the loss: program, microbatches' programs, and scheduled
-        rates; in parts below 2**20, so that their squares, summed over thousands of ranks, are exact in float64.
+        Ranks compare ``call`` in the reduction of the loss. It encodes program, microbatches' programs, and scheduled
+        rates. Its parts are below 2**20, so that their squares, summed over thousands of ranks, are exact in float64.
         """
         return {
             "shard": state.parameters,
@@ -274,7 +275,7 @@ class ShardedCalls:
             self._numbers[name] = value
 
     def _take_part(self, call: Posted, quiet: bool) -> bool:
-        """Takes this rank's part in a call that it does not make, so that those who make it learn that."""
+        """Takes part in a call that this rank does not make, so that the ranks that make it learn of that."""
         with outside_modes():
             return self._failed.take_part(self._state, call, quiet)
 
@@ -297,7 +298,7 @@ class ShardedCalls:
             self._hyperparameters.overwrite(self._joined.shadows.hypers)
 
     def _rule_again(self, changed: Sequence[str]) -> None:
-        """New rules, tried anew; traced ones are part of programs, which are dropped."""
+        """Makes new rules and tries them. Traced rules are part of programs, so these programs are dropped."""
         assert self.optimizer is not None
         with outside_modes():
             rules, updated = self._programs.rules, self._state.step_counts.updated
@@ -309,11 +310,11 @@ class ShardedCalls:
         self._programs.rules = again
         self._hyperparameters.traced()
         for name, value in optimizer_state(self.plan, again, {}).items():
-            self._state.optimizer.setdefault(name, value)  # that the new values ask for, momentum for one
+            self._state.optimizer.setdefault(name, value)  # state that the new values need, such as momentum
 
     @contextmanager
     def _meeting(self, label: str) -> Iterator[None]:
-        """A call that is no program: all ranks make it, or none; where one is lost in it, the others say which."""
+        """A call that runs no program: all ranks make it, or none. If a rank is lost in it, the others name it."""
         self._writes.begin()
         with self._calls.meeting(f"{label}{self._writes}"):
             try:
@@ -323,7 +324,7 @@ class ShardedCalls:
 
     @contextmanager
     def _refusing(self) -> Iterator[None]:
-        """A call that this rank refuses is an error on every rank: the others may be on their way into a collective."""
+        """Makes a call that this rank refuses an error on every rank: the others may be about to enter a collective."""
         try:
             yield
         except Exception as error:

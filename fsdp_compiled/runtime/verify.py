@@ -1,5 +1,5 @@
-"""Steps held against eager PyTorch, while they train: the user's own model, loss and optimizer, on the same weights,
-batch, modes and random numbers.
+"""Compares training steps with eager PyTorch: the user's own model, loss and optimizer, on the same weights, batch,
+modes and random numbers.
 
     verify=True    the first two calls of each program                  verify=1000    and every 1000th after them
 
@@ -8,15 +8,15 @@ batch, modes and random numbers.
     compare        loss, what else was returned, gradients, norm, and each updated element; where they differ, state and
                    random numbers are put back, and every rank raises
 
-Gradients of two programs differ by rounding, and an optimizer such as Adam makes much of little: a gradient that is
-zero but for rounding moves a weight by the whole rate, either way. So the optimizer runs three times on copies of the
-shards: on the eager gradient, and on what lies as far above and below it as rounding explains. What the program updated
-has to lie between these, where the gradient is more than rounding, or there is none.
+Gradients of two programs differ by rounding, and an optimizer such as Adam magnifies this: a gradient that is zero
+except for rounding moves a weight by the whole rate, up or down. So the optimizer runs three times on copies of the
+shards: on the eager gradient, and on that gradient plus and minus what rounding explains. The program's updates must
+lie between the results. Only elements are compared whose gradient is more than rounding, or that have none.
 
-Of microbatches that one step sums up, all are run eagerly, or none: each has its loss compared, and the step the mean
-of all their gradients.
+Of the microbatches that one step sums up, all are run eagerly, or none. The loss of each is compared, and for the step
+the mean of all their gradients.
 
-The eager run (`eager_run`) reads parameters by what each rank says of its place, not through the program's process
+The eager run (`eager_run`) gathers parameters by the place that each rank reports, not through the program's process
 groups.
 """
 
@@ -54,11 +54,11 @@ from fsdp_compiled.runtime.shard_update import ShardUpdate
 from fsdp_compiled.runtime.state import State, wait_for_host_memory
 from fsdp_compiled.torch_private.names import there
 
-FIRST = 2  # calls of each program that are verified, the one that compiled it among them
-# How far two ways to compute one number may be apart, as a part of it, and at the least.
+FIRST = 2  # so many first calls of each program are verified, including the one that compiled it
+# How far two computations of one number may differ: relative to it, and in absolute terms.
 BOUNDS = {torch.float64: (1e-9, 1e-12), torch.float32: (1e-4, 1e-6)}
 HALF = (3e-2, 1e-3)
-# The same for an element of a gradient: as parts of the parameter's largest, and of the model's.
+# The same for an element of a gradient: relative to the parameter's largest element, and to the model's.
 GRADIENTS = {torch.float64: (1e-8, 1e-12), torch.float32: (1e-3, 1e-6)}
 HALF_GRADIENTS = (0.1, 1e-3)
 TINY = 1e-30
@@ -73,27 +73,27 @@ log = logging.getLogger("fsdp_compiled")
 
 @dataclass
 class Gradient:
-    """What this rank has of a buffer's, as its shard lies; ``spread``: how far rounding may move each element."""
+    """This rank's shard of a buffer's mean gradient; ``spread``: how far rounding may move each element."""
 
     mean: torch.Tensor
     spread: torch.Tensor
 
     @property
     def tells(self) -> torch.Tensor:
-        """Which elements' updates are known: those of which the gradient is more than rounding, or there is none."""
+        """Which elements' updates are known: those whose gradient is more than rounding, or that have none."""
         return (self.mean.abs() > 4 * self.spread) | (self.spread == 0)
 
 
 @dataclass
 class Microbatches:
-    """What eager PyTorch gave for those that the next step sums up, on this rank, each by its weight."""
+    """Eager PyTorch's results on this rank for the microbatches that the next step sums up, each times its weight."""
 
     loss: float = 0.0
     weight: float = 0.0
     gradients: dict[str, torch.Tensor] = field(default_factory=dict)
 
     def with_one(self, loss: float, weight: float, gradients: Mapping[str, torch.Tensor]) -> Microbatches:
-        """Beside these, another; one without weight may be anything."""
+        """These and one more microbatch. One of weight zero may hold anything, and is left out."""
         if not weight:
             return self
         own = {name: one * weight if weight != 1 else one for name, one in gradients.items()}
@@ -133,13 +133,13 @@ class Verification:
         self._taken, self._loss, self._optimizer = taken, loss, optimizer
         self._plan, self._mesh, self._numbers = plan, mesh, numbers
         self._counts: dict[int, int] = {}  # of good calls, by program's number
-        self._traced: dict[int, dict[str, Any]] = {}  # plain attributes of modules at the first, by the same
+        self._traced: dict[int, dict[str, Any]] = {}  # by the same, modules' plain attributes at the first call
         self._told: set[str] = set()
         self._summed: Microbatches | None = None  # since the last step, where they are verified
         self._rows = 0  # steps that may sum up microbatches
 
     def due(self, compiled: Compiled, state: State) -> bool:
-        """Whether this call of the program is one. The same on every rank, which made the same good calls."""
+        """Whether this call of the program is verified. The same on every rank, since all made the same good calls."""
         if compiled.kind == "training" or (compiled.kind == "forward" and not self._meets()):
             return False
         if compiled.random and (self._plan.device.type == "cuda" or self._mesh.tp > 1):
@@ -170,7 +170,7 @@ class Verification:
     ) -> Expected:  # fmt: skip
         """Runs the model eagerly on what the program is about to read. Collective; nothing is changed by it.
 
-        ``rows``: of this rank's batch; ``values``: of the optimizer's scheduled numbers.
+        ``rows``: how many this rank's batch has; ``values``: those of the optimizer's scheduled numbers.
         """
         begun = time.perf_counter()
         plain = attributes(self._taken.model)
@@ -195,7 +195,7 @@ class Verification:
                 call = model if loss_of is None else loss_of
                 batch, named = pytree.tree_map(
                     lambda one: one, (request.batch, request.named)
-                )  # whose containers are ours
+                )  # copies containers, which the code may change
                 result = call(*(() if loss_of is None else (model,)), *batch, **named)
                 if not evaluates:
                     loss = whole(find_loss(result, self._loss is None))
@@ -235,7 +235,7 @@ class Verification:
         """The mean gradients of all ranks, as the program leaves or uses them. Collective."""
         plan, updates = self._plan, expected.compiled.updates
         cut = plan.placement.state if updates else plan.placement.gradient
-        squares, largest = [0.0, 0.0], 0.0  # of what all ranks along tp have, and of this one's parts
+        squares, largest = [0.0, 0.0], 0.0  # of tensors whole along tp, and of this rank's parts
         bound, least = gradient_bound(plan)
         for buffer, means in run.means(weight):
             flat = torch.zeros(buffer.numel, dtype=next(iter(means.values())).dtype if means else buffer.dtype,
@@ -244,7 +244,7 @@ class Verification:
             for slot in buffer.slots:
                 if (mean := means.get(slot.name)) is not None:
                     read_slot(flat, slot).copy_(mean)
-                    most = float(mean.abs().max()) if mean.numel() else 0.0
+                    most = largest_of(mean)
                     spread[slot.offset : slot.end] = bound * most + TINY
                     largest = max(largest, most)
             expected.reached |= means.keys()
@@ -263,10 +263,10 @@ class Verification:
                 one.mean.clamp_(-value, value)
 
     def compare(self, expected: Expected, found: Any, outputs: Mapping[Port, torch.Tensor], state: State) -> None:
-        """Raises `RankError` on every rank where what the program returned, or did to the state, is not what eager
-        PyTorch gives.
+        """Raises `RankError` on every rank if the program's results, or its changes to the state, differ from eager
+        PyTorch.
 
-        Before that, the state is put back to what it was. Collective.
+        Before that, the state is restored. Collective.
         """
         waited = time.perf_counter()
         wait_for_host_memory(self._plan)
@@ -290,7 +290,7 @@ class Verification:
                     now[key].copy_(value)
             state.step.copy_(expected.step)
             state.random.copy_(expected.drawn)
-            _ = state.random  # which carries it over to the generator
+            _ = state.random  # reading copies it to the generator
         self._taken.layout.written()
         raise RankError(f"Policy.verify: in {label}, {told}. {CURE}")
 
@@ -305,7 +305,7 @@ class Verification:
         return returned_otherwise(found, expected.result, self._plan, theirs)
 
     def _updates_differ(self, expected: Expected, outputs: Mapping[Port, torch.Tensor], state: State) -> str | None:
-        """Where gradients, their norm or what was updated from them is not what eager PyTorch gives."""
+        """Says where gradients, their norm or the updates from them differ from eager PyTorch; None: nowhere."""
         if not expected.gradients or (OVERFLOW in outputs and bool(outputs[OVERFLOW])):
             return None
         plan, updates = self._plan, expected.compiled.updates
@@ -327,7 +327,7 @@ class Verification:
         return self._updated_otherwise(expected, state) if updates else None
 
     def _updated_otherwise(self, expected: Expected, state: State) -> str | None:
-        """Where the program updated otherwise than the optimizer does, by its own code."""
+        """Says where the program's update differs from that of the optimizer's own code; None: nowhere."""
         between: dict[tuple[str, str], list[torch.Tensor]] = {}  # by buffer's key, and the name in the state or ""
         idle = {slot.name for buffer in self._plan.buffers for slot in buffer.slots} - expected.reached
         try:
@@ -356,7 +356,7 @@ class Verification:
     def _update(
         self, expected: Expected, factor: float, idle: Collection[str]
     ) -> Iterator[tuple[tuple[str, str], torch.Tensor]]:
-        """Shards and state per element, after the optimizer's own step on gradients that are moved so far."""
+        """Yields shards and per-element state after the optimizer's own step on gradients moved by ``factor``."""
         shards = {key: value.clone() for key, value in expected.before["parameters"].items()}
         state = {key: value.clone() for key, value in expected.before["optimizer"].items()}
         outputs = {
@@ -380,8 +380,8 @@ class Verification:
     def _outside(
         self, buffer: Buffer, mine: torch.Tensor, bounds: Sequence[torch.Tensor], updates: bool, tells: torch.Tensor
     ) -> str | None:
-        """The first parameter of the buffer of which an element lies outside of these bounds, with how far. ``bounds``:
-        the least, the most, and what it was made of, whose rounding it has."""
+        """Names the buffer's first parameter with an element outside of these bounds, and says how far off it is.
+        ``bounds``: the least, the most, and the values that it was made of, whose rounding it has."""
         for slot in buffer.slots:
             own, least, most, source = (self._part(buffer, slot, one, updates).double() for one in (mine, *bounds))
             slack = 4 * torch.finfo(mine.dtype).eps * torch.stack([least, most, source]).abs().amax(0)
@@ -415,25 +415,25 @@ def gradients_compared(policy: Policy) -> bool:
 
 
 def tell_once(told: set[str], mesh: Mesh, said: str, once: str | None = None) -> None:
-    """In the log of rank 0, where nothing was ``told`` by this name."""
+    """Writes to the log of rank 0, unless something was ``told`` by this name before."""
     if (once or said) not in told and mesh.rank == 0:
         log.warning("Policy.verify: %s", said)
     told.add(once or said)
 
 
 def is_due(every: bool | int, count: int) -> bool:
-    """Whether the call of a program after so many good ones is compared."""
+    """Whether the call of a program that follows ``count`` good ones is compared."""
     return count < FIRST or (every is not True and count % every == 0)
 
 
 def bound_of(plan: Plan, value: torch.Tensor) -> tuple[float, float]:
-    """Of what forward returns, by the coarsest dtype that the model computes in."""
+    """The bound for what forward returns, by the coarsest dtype that the model computes in."""
     dtypes = [value.dtype, *map(plan.compute_dtype, plan.buffers)]
     return _by_dtype(dtypes, value.device, BOUNDS, HALF)
 
 
 def gradient_bound(plan: Plan) -> tuple[float, float]:
-    """Of an element of a gradient: as parts of the parameter's largest, and of the model's."""
+    """The bound for an element of a gradient: relative to the parameter's largest element, and to the model's."""
     dtypes = [of(buffer) for buffer in plan.buffers for of in (plan.compute_dtype, plan.reduce_dtype)]
     return _by_dtype(dtypes, plan.device, GRADIENTS, HALF_GRADIENTS)
 
@@ -448,13 +448,13 @@ def _by_dtype(
 
 
 def differing(mesh: Mesh, said: str | None, changed: str) -> str | None:
-    """What the first rank found that found a difference, with what changed there since the trace. Collective."""
+    """The first rank's difference, with what changed there since the trace; None if no rank has one. Collective."""
     told = said_by(f"{said}{changed}" if said is not None else None, mesh)
     return next((f"on rank {rank}, {one}" for rank, one in enumerate(told) if one is not None), None)
 
 
 def first_off(name: str, mine: torch.Tensor, theirs: torch.Tensor, wrong: torch.Tensor) -> str | None:
-    """The first element that is ``wrong``, where one is."""
+    """Describes the first element that is ``wrong``; None if none is."""
     if not bool(wrong.any()):
         return None
     place = tuple(wrong.nonzero()[0].tolist())
@@ -465,7 +465,7 @@ def first_off(name: str, mine: torch.Tensor, theirs: torch.Tensor, wrong: torch.
 
 
 def returned_otherwise(mine: Any, theirs: Any, plan: Plan, apart: Any = None) -> str | None:
-    """Where what a program returned is not what eager PyTorch gives; ``apart``: what of theirs is not compared."""
+    """Says where a program's results differ from eager PyTorch's; ``apart``: which of the latter is not compared."""
     values, others = pytree.tree_leaves(mine), pytree.tree_leaves(theirs)
     if len(values) != len(others):
         return f"{len(values)} values were returned, and {len(others)} in eager PyTorch"
@@ -490,7 +490,7 @@ def attributes(model: torch.nn.Module) -> dict[str, Any]:
 
 
 def changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
-    """Which of them are others than at the first call of the program, for a message."""
+    """Which attributes differ from those at the program's first call, for a message."""
     found = [
         f"{name} was {before.get(name)!r} and is {now.get(name)!r}"
         for name in sorted({**before, **now})
@@ -499,8 +499,13 @@ def changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
     return f" (since the first such call, {'; '.join(found[:3])})" if found else ""
 
 
+def largest_of(values: torch.Tensor) -> float:
+    """The largest magnitude that is finite."""
+    return float(values.abs().nan_to_num(0.0, 0.0, 0.0).max()) if values.numel() else 0.0
+
+
 def furthest(mine: torch.Tensor, other: torch.Tensor, bound: tuple[float, float]) -> float | None:
-    """The largest difference, where it is more than rounding explains."""
+    """The largest difference among those that rounding does not explain; None if there are none."""
     one, two = mine.detach().double(), other.detach().double()
     difference = (one - two).abs()
     size = two.abs().nan_to_num(posinf=0.0).max() if two.numel() else 0.0

@@ -59,6 +59,8 @@ def test_what_no_optimizer_holds_is_not_in_the_norm_which_is_said(caplog: pytest
     policy = Policy(lower="eager", clip=MAXIMUM)
     sharded = compile_sharded(model, optimizer, loss=lambda model, x: model(x).square().mean(), policy=policy)
     assert "The optimizer does not hold 0.weight, 0.bias: their gradients are not in the norm" in caplog.text
+    without = compile_sharded(copy.deepcopy(plain), loss=lambda model, x: model(x).square().mean(), policy=policy)
+    assert len(caplog.records) == 1 and without.value_and_grad(x)  # of an optimizer that there is
     sharded.step(x)
     plain(x).square().mean().backward()
     every = torch.stack([parameter.grad.norm() for parameter in plain.parameters()]).norm()

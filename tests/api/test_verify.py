@@ -328,7 +328,7 @@ def test_what_is_not_a_number_of_steps_is_refused() -> None:
 @pytest.fixture(scope="module")
 def results() -> dict[str, Any]:
     alike = ("same_as_without", "microbatches_as_without", "at_once")
-    return launch(WORKER, 2, *alike, *DIFFERENT, "another_order", "another_order_unseen")
+    return launch(WORKER, 2, *alike, *DIFFERENT, "another_order", "another_order_unseen", "raises_on_one_along_tp")
 
 
 DIFFERENT = {
@@ -355,6 +355,13 @@ def test_a_difference_is_an_error_on_every_rank_and_nothing_changes(results: dic
     for one in results[case]:
         assert DIFFERENT[case] in one["message"], one
         assert "unchanged: True" in one["notes"], one
+
+
+def test_along_tp_a_rank_that_fails_alone_takes_the_others_out_of_their_collectives(results: dict[str, Any]) -> None:
+    for one in results["raises_on_one_along_tp"]:
+        assert "the model does not run in eager PyTorch" in one["message"], one
+        assert "unchanged: True" in one["notes"], one
+    assert results["raises_on_one_along_tp"][0]["error"] == "RankError"
 
 
 def test_a_mesh_in_another_order_is_found_with_its_check_off(results: dict[str, Any]) -> None:

@@ -11,10 +11,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from fsdp_compiled import Policy, fully_shard
 from fsdp_compiled.capture.guards import Guards
 from fsdp_compiled.distributed.mesh import RankError
+from fsdp_compiled.runtime.fsdp.verified_call import VerifiedCalls
 from tests.launch import launch
 from tests.stale_models import Backwards, Layers, set_scale
 from tests.toys import batches
@@ -104,3 +106,53 @@ def test_on_two_ranks() -> None:
     assert [one["result"] for one in results["held_back"]] == ["True"] * 2
     for one in results["stale_on_one"]:
         assert "Policy.verify: in " in one["message"] and "on rank 1" in one["message"], one
+
+
+class Checkpointed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.block, self.head = nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6)), nn.Linear(6, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(checkpoint(self.block, x, use_reentrant=False))  # type: ignore[no-any-return]
+
+
+def test_a_part_that_runs_again_in_backward_leaves_buffers_as_they_were() -> None:
+    found = []
+    for verify in (False, 1):
+        torch.manual_seed(0)
+        model = Checkpointed()
+        found.append((losses(model, 3, verify=verify), [one.tolist() for one in model.buffers()]))
+    assert found[0] == found[1]
+
+
+def test_parameters_that_are_frozen_before_backward_are_not_compared() -> None:
+    torch.manual_seed(0)
+    model = Checkpointed()
+    fully_shard(model, policy=Policy(lower="eager", verify=1))
+    loss = model(batches(1, 4)[0][0]).sum()
+    model.head.weight.requires_grad_(False)
+    loss.backward()
+    assert model.head.weight.grad is None and model.head.bias.grad is not None
+
+
+def test_an_input_that_forward_does_not_write_is_not_written() -> None:
+    """NaN is no other value than NaN: the loop's own backward goes through what made the input."""
+    torch.manual_seed(0)
+    model, x = nn.Linear(6, 2), torch.randn(4, 6)
+    fully_shard(model, policy=Policy(lower="eager", verify=1))
+    given = torch.sigmoid(torch.where(torch.arange(4)[:, None] > 2, torch.nan, x).requires_grad_())
+    model(given).nansum().backward()
+    assert given._version == 0
+
+
+def test_two_plans_in_turn_are_verified_twice_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    ran = []
+    monkeypatch.setattr(VerifiedCalls, "run", lambda *given, run=VerifiedCalls.run: ran.append(1) or run(*given))
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 2))
+    fully_shard(model, policy=Policy(lower="eager", verify=True))
+    for step in range(8):
+        model[0].requires_grad_(step % 2 == 0)
+        model(batches(1, 4)[0][0]).sum().backward()
+    assert len(ran) == 4

@@ -10,12 +10,14 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from fsdp_compiled import Policy, compile_sharded
 from fsdp_compiled.capture.guards import Guards
 from fsdp_compiled.distributed import device_mesh
 from fsdp_compiled.runtime.eager_run import EagerRun
+from tests.cut_models import batch as tokens
+from tests.cut_models import loss_fn, net
 from tests.workers.ranks import RANK, main, unchanged
 
 LARGEST = [0]  # elements of whole buffers that were alive at once
@@ -134,6 +136,19 @@ def raises_on_one() -> Any:
     if RANK:
         sharded.model.layers[3].forward = lambda _: 1 / 0
     return unchanged(sharded, lambda: sharded.step(*batch()))
+
+
+def raises_on_one_along_tp() -> Any:
+    """The other rank waits for it in a collective of the model's own."""
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("shard", "tp"))
+    model = net(mesh["tp"])
+    policy = Policy(lower="eager", verify=1)
+    sharded = compile_sharded(model, torch.optim.SGD(model.parameters(), 0.1), loss=loss_fn, mesh=mesh, policy=policy)
+    sharded.step(*tokens(0, 0))
+    Guards.hold = lambda _: True  # type: ignore[method-assign]
+    if RANK:
+        model.down.forward = lambda _: 1 / 0  # type: ignore[method-assign, return-value]
+    return unchanged(sharded, lambda: sharded.step(*tokens(1, 0)))
 
 
 def another_order() -> Any:

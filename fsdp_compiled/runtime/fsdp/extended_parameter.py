@@ -1,11 +1,11 @@
-"""A parameter whose class says what travels of it, and what comes of that: FSDP2's extension protocol.
+"""A parameter whose class decides what is sent in an all-gather and what comes out of it: FSDP2's extension protocol.
 
     shard.fsdp_pre_all_gather(mesh, ...)      -> what travels, and notes       int8[32, 64] and float32[32], say
     gathered over the ranks                   -> [64, 64] and [64]
     shard.fsdp_post_all_gather(these, ...)    -> what forward computes with    of any class
 
-torchao's weights for BitNet, int8 and float8 training and NF4 are such. They lie in no flat shard: each is gathered by
-itself before forward and kept until backward, and what it is made of are inputs of the programs
+torchao's weights for BitNet, int8 and float8 training and NF4 are such parameters. They lie in no flat shard. Each is
+gathered by itself before forward and kept until backward. The tensors it is made of are inputs of the programs
 (`capture.model_tensors`). Its gradient is an output of backward, and is reduced after it.
 """
 
@@ -29,12 +29,13 @@ if TYPE_CHECKING:
 
 
 def extends(tensor: torch.Tensor) -> bool:
-    """Whether its class says what travels of it."""
+    """Whether the tensor's class decides what is sent in an all-gather."""
     return all(hasattr(type(tensor), name) for name in PROTOCOL)
 
 
 def check_extended(module: nn.Module, name: str, mesh: Mesh, shard_dim: int) -> None:
-    """Raises ``ValueError`` for one that cannot be sharded so, as FSDP2 does, or would in its first forward."""
+    """Raises ``ValueError`` for such a parameter that cannot be sharded, where FSDP2 raises too, at once or in its
+    first forward."""
     parameter = module._parameters[name]
     if parameter is None or not extends(parameter):
         return
@@ -68,7 +69,7 @@ def check_extended(module: nn.Module, name: str, mesh: Mesh, shard_dim: int) -> 
 
 @torch.no_grad()
 def rows_of(plain: torch.Tensor, mesh: Mesh) -> torch.Tensor:
-    """This rank's rows, by the operators that FSDP2 asks of a class, and in memory of their own."""
+    """This rank's rows, made by the operators that FSDP2 expects of such a class, in memory of their own."""
     whole = plain.detach()
     if not whole.is_meta and whole.device.type != mesh.device.type:
         whole = whole.to(mesh.device)
@@ -80,14 +81,14 @@ def rows_of(plain: torch.Tensor, mesh: Mesh) -> torch.Tensor:
 
 @dataclass(eq=False)
 class Extended:
-    """One of them, and gradients of it that are held back: whole ones of this rank, and what was reduced along the
-    shard axis alone."""
+    """One such parameter, with its gradients that are held back: whole gradients of this rank (``held``), and gradients
+    reduced along the shard axis alone (``partial``)."""
 
     entry: Entry
     group: ParameterGroup
     held: torch.Tensor | None = None
     partial: torch.Tensor | None = None
-    counts: bool = False  # whether what is held back was reached
+    counts: bool = False  # whether a backward reached the parameter since gradients are held back
 
     @property
     def waits(self) -> bool:
@@ -99,7 +100,7 @@ class Extended:
 
     @property
     def buffer(self) -> Buffer:
-        """Its gradient, laid out by itself."""
+        """The buffer of its gradient alone."""
         laid_out = lay_out_by_rows("", "", [self.entry.leaf], self.group.mesh.shard)
         return replace(laid_out, division=self.group.division)
 
@@ -110,7 +111,7 @@ class Extended:
 
     @torch.no_grad()
     def gathered(self) -> torch.Tensor:
-        """What forward computes with. Collective."""
+        """The gathered parameter that forward computes with. Collective."""
         local, parameter, precision = self.local, self.entry.parameter, self.group.precision
         module, name = self.entry.holders[0]
         if len(inspect.signature(local.fsdp_pre_all_gather).parameters) == 1:
@@ -129,12 +130,12 @@ class Extended:
         return made.requires_grad_(parameter.requires_grad)  # type: ignore[no-any-return]
 
     def _gather(self, sent: torch.Tensor) -> torch.Tensor:
-        """In bytes, whatever the dtype: gloo knows few."""
+        """All-gathers the tensor as bytes, whatever its dtype: gloo supports few dtypes."""
         data = sent.contiguous().view(-1).view(torch.uint8)
         whole = gather_shards(data, self.group.mesh) if self.group.mesh.shard > 1 else data.clone()
         return whole.view(sent.dtype).view(-1, *sent.shape[1:])
 
     def drop(self) -> None:
-        """Drops what was held back."""
+        """Drops the gradients that were held back."""
         self.held = self.partial = None
         self.counts = False

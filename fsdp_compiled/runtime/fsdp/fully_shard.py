@@ -7,7 +7,7 @@
     loss_fn(model(tokens), targets).backward()  the first call compiles forward and backward as two programs
     optimizer.step()
 
-A script written for FSDP2 changes its import. What is done is done by `runtime.fsdp.parameter_group` (parameters),
+A script written for FSDP2 changes its import. The work is done in `runtime.fsdp.parameter_group` (parameters),
 `runtime.fsdp.module_class` (methods) and `runtime.fsdp.module_call` (programs).
 """
 
@@ -38,7 +38,7 @@ from fsdp_compiled.runtime.fsdp.module_state import ModuleState, lay_out, state_
 from fsdp_compiled.runtime.fsdp.parameter_group import ENTRY, Entry, Holder, ParameterGroup, check_divided
 from fsdp_compiled.runtime.tensor_parallel.parts import check_even, check_policy, check_ties, tensor_parallel
 
-# What a loop of the user's decides by itself, by field of `Policy`, with where.
+# The fields of `Policy` that a loop of the user's decides by itself, each with the place where it does.
 ELSEWHERE = {
     "clip": "Call torch.nn.utils.clip_grad_norm_(model.parameters(), ...) in the loop.",
     "clip_value": "Call torch.nn.utils.clip_grad_value_(model.parameters(), ...) in the loop.",
@@ -95,7 +95,7 @@ def fully_shard(
     changed. No rank waits for another: ranks meet in the first call of the model.
     """
     modules = list(module) if isinstance(module, list | tuple) else [module]
-    # Of a module under `torch.compile`, the one inside: it is what is traced, as it is.
+    # Of a module under `torch.compile`, take the module inside: that one is traced, as it is.
     modules = [inside(one) if isinstance(one, nn.Module) else one for one in modules]
     _check_modules(modules)
     _check_options(dp_mesh_dims, policy)
@@ -183,8 +183,9 @@ def _check_options(dims: Any, policy: Policy | None) -> None:
 
 
 def _tp_axis(mesh: DeviceMesh, holders: Sequence[Sequence[Holder]]) -> DeviceMesh | None:
-    """The axis along which `parallelize_module` cut the model, if it did: that of parameters that are DTensors, or the
-    one named "tp" of the mesh that ``mesh`` is a part of. Raises ``ValueError`` for DTensors over several."""
+    """The axis along which `parallelize_module` cut the model, if it did: the mesh of the parameters that are DTensors,
+    or the axis named "tp" of the mesh that ``mesh`` is a part of. Raises ``ValueError`` for DTensors over several
+    meshes."""
     found = tp_beside(mesh)
     for module, name in (places[0] for places in holders):
         parameter = module._parameters[name]
@@ -201,7 +202,7 @@ def _tp_axis(mesh: DeviceMesh, holders: Sequence[Sequence[Holder]]) -> DeviceMes
 
 
 def _check_tp(place: Mesh, policy: Policy | None, modules: Sequence[nn.Module]) -> None:
-    """Raises ``ValueError`` for what does not go together with tensor parallelism."""
+    """Raises ``ValueError`` for options and buffers that are not supported together with tensor parallelism."""
     if policy is not None:
         check_policy(policy, place)
     if place.tp == 1:
@@ -245,7 +246,7 @@ def _reshard(wanted: bool | int | None, world: int) -> bool | None:
 
 
 def _managed(modules: Sequence[nn.Module]) -> Iterator[nn.Module]:
-    """The modules inside these, themselves included, that no earlier call took."""
+    """These modules and those inside them, without those that an earlier call of `fully_shard` took."""
     seen: set[nn.Module] = set()
 
     def walk(module: nn.Module) -> Iterator[nn.Module]:
@@ -266,7 +267,7 @@ def _managed(modules: Sequence[nn.Module]) -> Iterator[nn.Module]:
 
 
 def _holders(modules: Sequence[nn.Module], ignored: Collection[nn.Parameter]) -> Iterator[list[Holder]]:
-    """Every place in these modules where a parameter hangs, by parameter; those of earlier calls left out."""
+    """For each parameter, every place in these modules that holds it. Parameters of earlier calls are left out."""
     left_out = {id(one) for one in ignored}
     taken = {
         id(entry.parameter)
@@ -284,7 +285,7 @@ def _holders(modules: Sequence[nn.Module], ignored: Collection[nn.Parameter]) ->
 
 
 def _taken(places: Sequence[Holder]) -> Entry | None:
-    """What took this parameter's place in an earlier call, on a module that shares it with these."""
+    """The entry of an earlier call that replaced this parameter, on a module that shares the parameter with these."""
     module, name = places[0]
     found = vars(module._parameters[name]).get(ENTRY)
     return found() if found is not None else None
@@ -319,8 +320,8 @@ def _check_parameter(holders: Sequence[Holder]) -> None:
 
 
 def _shard_dim(holders: Sequence[Holder], wanted: Callable[[nn.Parameter], Any] | None, ranks: int) -> int:
-    """The dim of a parameter that the ranks divide. Raises ``ValueError`` for what is no placement of it, and
-    ``NotImplementedError`` for one that is not supported."""
+    """The dim of a parameter that the ranks divide. Raises ``ValueError`` for a value that is no placement of the
+    parameter, and ``NotImplementedError`` for a placement that is not supported."""
     module, name = holders[0]
     parameter = module._parameters[name]
     assert parameter is not None
@@ -343,7 +344,7 @@ def _shard_dim(holders: Sequence[Holder], wanted: Callable[[nn.Parameter], Any] 
 
 
 def _move_buffers(modules: Sequence[nn.Module], device: torch.device) -> None:
-    """In place: modules may share a buffer, and others may hold it."""
+    """Moves buffers in place: modules may share a buffer, and other objects may hold it."""
     for module in _managed(modules):
         for tensor in module._buffers.values():
             if tensor is not None and not tensor.is_meta and tensor.device != device:

@@ -1,8 +1,8 @@
-"""Calls of a model of `fully_shard` that gather once together: ``with model.gathered(): ...``.
+"""Many calls of a model of `fully_shard` with a single gather before them: ``with model.gathered(): ...``.
 
-Inside, modules hold whole, plain parameters, and run their own code, without gradients, programs and communication, so
-that ranks may make other calls. What was written to the whole parameters is refused at the end, where it would be lost;
-a call that would see weights from before a write to the sharded ones is refused too.
+Inside, modules hold whole, plain parameters and run their own code, without gradients, programs and communication, so
+ranks may make different calls. A write to a whole parameter would be lost: it is an error at the end. A call after a
+write to a sharded parameter would read the old weights: it is an error too.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from fsdp_compiled.runtime.fsdp.parameter_group import ParameterGroup
 
 @contextmanager
 def gathered(module: nn.Module) -> Iterator[nn.Module]:
-    """Around calls of this module and those inside it. Collective at its beginning."""
+    """The context for calls of this module and of those inside it. Collective at its beginning."""
     name = type(module).__name__
     states = states_in(module)
     groups = list(dict.fromkeys(state.group for state in states))
@@ -53,7 +53,7 @@ def gathered(module: nn.Module) -> Iterator[nn.Module]:
 
 
 def _check(name: str, groups: list[ParameterGroup], before: list[tuple[int, ...]]) -> None:
-    """Raises ``RuntimeError`` for a call that would not mean what it says."""
+    """Raises ``RuntimeError`` for a call with gradients, or after parameters were resharded, moved or written."""
     if torch.is_grad_enabled():
         raise RuntimeError(
             f"{name} was called with gradients inside of gathered(), where nothing is trained. Train outside of it."

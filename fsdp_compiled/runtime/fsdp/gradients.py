@@ -1,10 +1,10 @@
-"""Gradients of sharded parameters, as a backward in the user's loop leaves them: slices of flat gradients, in ``grad``.
+"""Leaves gradients of sharded parameters in ``grad`` after a backward in the user's loop: slices of flat gradients.
 
 A parameter that no result depends on keeps the ``grad`` it has, None at first. Gradients of further backwards are
-added, as autograd does. Without synchronisation (`set_requires_gradient_sync(False)`) a rank's own flat gradients are
-added up and held back, whole, with the flat shard (`FlatShard.hold`), until a backward with it; then their sum is
-reduced, whichever methods they came from. Without all-reductions (`set_requires_all_reduce(False)`) what was reduced
-along the shard axis is added up, until a backward with them.
+added, as autograd does. Without synchronisation (`set_requires_gradient_sync(False)`) a rank adds up its own flat
+gradients and holds them back, whole, with the flat shard (`FlatShard.hold`). The next backward with synchronisation
+reduces their sum, whichever methods they came from. Without all-reductions (`set_requires_all_reduce(False)`) a rank
+adds up gradients that are reduced along the shard axis, until a backward with all-reductions.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ Reduce = Callable[[torch.Tensor], torch.Tensor]
 
 
 def reductions(buffer: Buffer, dtype: torch.dtype, plan: Plan, mesh: Mesh) -> tuple[Reduce, Reduce]:
-    """``[world * n]`` on each rank -> this rank's ``[n]``, and that -> the mean over replicas too. Collective."""
+    """Two functions: ``[world * n]`` on each rank -> this rank's ``[n]``, and that -> the mean over replicas too.
+    Collective."""
     calls = reduction(buffer, dtype, plan)
     over = next((place for place, call in enumerate(calls) if call.axis == "replicate"), len(calls))
 
@@ -47,11 +48,11 @@ def reduced_mean(flat: torch.Tensor, buffer: Buffer, plan: Plan, mesh: Mesh) -> 
 
 
 def parts(flat: torch.Tensor, entries: Iterable[Entry], start: int) -> dict[Entry, DTensor]:
-    """These parameters' gradients, each a DTensor like the parameter over a slice of the flat gradient, in which those
-    of their flat shard begin at ``start``."""
+    """These parameters' gradients. Each is a DTensor like its parameter, over a slice of the flat gradient. ``start``:
+    where the gradients of these parameters' flat shard begin in it."""
     entries = sorted(entries, key=attrgetter("part.offset"))
     sizes, places, end = [start], [], 0
-    for entry in entries:  # one cut takes a third of the time of as many slices
+    for entry in entries:  # a single split takes a third of the time of as many slices
         part = entry.part
         if part.offset > end:
             sizes.append(part.offset - end)
@@ -67,10 +68,11 @@ def parts(flat: torch.Tensor, entries: Iterable[Entry], start: int) -> dict[Entr
 def mean_of(
     one: Extended, gradient: torch.Tensor | None, counts: bool, everything: bool, plan: Plan, mesh: Mesh
 ) -> torch.Tensor | None:
-    """This rank's rows of the mean of whole gradients, with what was held back; None where they are held back now, or
-    backward did not reach the parameter. Collective, but where they are held back.
+    """This rank's rows of the mean of whole gradients, with the gradients that were held back. None where this call
+    holds them back, or backward did not reach the parameter. Collective, unless this call holds them back.
 
-    ``counts``: whether it did; ``everything``: whether nobody asks for some gradients alone, as ``grad`` does.
+    ``counts``: whether backward reached it; ``everything``: False where only some gradients are asked for, as by
+    ``torch.autograd.grad``.
     """
     group, precision = one.group, one.group.precision
     counts = counts or group.pads
@@ -97,7 +99,7 @@ def mean_of(
 
 @torch.no_grad()
 def leave(found: Mapping[Entry, DTensor]) -> None:
-    """Adds these to the parameters' ``grad``, or lets them be it."""
+    """Adds these gradients to the parameters' ``grad``, or sets ``grad`` where it is None."""
     old: list[torch.Tensor] = []
     new: list[torch.Tensor] = []
     for entry, gradient in found.items():

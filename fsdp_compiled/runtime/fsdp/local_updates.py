@@ -3,22 +3,22 @@
     torch._fused_adamw_([146 DTensors], gradients, states)    DTensor unwraps, compares and wraps 730 arguments, each
     torch._fused_adamw_([146 local tensors], ...)             by itself, and comes to this
 
-A fused update is element-wise: an element needs nothing but the elements in its place of the other lists. So lists of
-DTensors that are cut alike, place by place, need nothing but their local parts: the same kernel runs on the same
-tensors as DTensor's own dispatch would give it, bit for bit. The optimizer's code runs as it is: its state, groups,
-hooks, schedules and checkpoints are none of this file's business.
+A fused update is element-wise: each element depends only on the elements at the same place of the other lists. So where
+DTensors at the same place of the lists are sharded alike, the update needs only their local parts: the same kernel runs
+on the same tensors as under DTensor's own dispatch, bit for bit. The optimizer's code runs as it is: this file does not
+touch its state, groups, hooks, schedules and checkpoints.
 
-From the beginning to the end of a step of an optimizer that holds parameters of `fully_shard`, DTensors have a handler
-of ours for these operators. What does not fit (other placements in one place, partial sums, tensors that are no
-DTensors) goes DTensor's way still. Lists stay lists: over one flat tensor, a kernel's vector loops would end in other
-places, and with them the last bits of an update. Foreach operators DTensor does as fast by itself.
+During a step of an optimizer that holds parameters of `fully_shard`, DTensor has a handler of ours for these operators.
+Arguments that do not fit (different placements at the same place, partial sums, tensors that are no DTensors) still
+take DTensor's way. Lists stay lists: over one flat tensor, a kernel's vector loops would end in other places, which
+changes the last bits of an update. DTensor runs foreach operators as fast by itself.
 
-Hooks of all optimizers do this, and count an update as a write, for as long as there are models of `fully_shard`, or
-backwards through them to come. They go with the last model: they would cost each step of every optimizer a call, and of
-`compile_sharded` five.
+Hooks on all optimizers do this, and also count an update as a write, as long as there are models of `fully_shard`, or
+backwards through them to come. The hooks are removed after the last model: they would cost each step of every optimizer
+a call, and a step of `compile_sharded` five.
 
-What is noted of parameters shares one mark, whose end is noticed, and the next who passes by outside of a step removes
-the hooks: garbage collection may come while an optimizer walks through them.
+All entries of parameters share one mark. When the mark dies, the next caller outside of a step removes the hooks; they
+are not removed at once, as garbage collection may run while an optimizer iterates over them.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from fsdp_compiled.torch_private.dtensor import handlers
 
 FUSED = ("_fused_adam_", "_fused_adamw_", "_fused_sgd_", "_fused_adagrad_")
-MOST_KNOWN = 16  # rows of lists that are known to be cut alike, by optimizer
+MOST_KNOWN = 16  # how many argument lists known to be sharded alike are remembered, for each optimizer
 
 log = logging.getLogger("fsdp_compiled")
 specs_of, local_of = attrgetter("_spec"), attrgetter("_local_tensor")
@@ -57,7 +57,8 @@ def _begin(optimizer: Optimizer, *_: Any) -> None:
 
 
 def _end(*_: Any) -> None:
-    """After a step; one that raised leaves handlers until the next, which are right for every optimizer."""
+    """Removes the handlers after a step. A step that raised leaves them until the next; they are right for every
+    optimizer."""
     if torch.compiler.is_compiling():
         return
     known = handlers()
@@ -73,11 +74,11 @@ def _operators() -> tuple[Any, ...]:
 
 
 class LocalUpdates:
-    """The handler, and which calls of one optimizer it knows."""
+    """The handler for one optimizer, with the calls that it knows."""
 
     def __init__(self, name: str) -> None:
         self._name = name
-        self._known: list[list[list[Any]]] = []  # specs of lists that are cut alike
+        self._known: list[list[list[Any]]] = []  # for each known call, the DTensor specs of its lists
 
     def __call__(self, operator: Any, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
         """What the operator gives for these arguments, some of which hold DTensors."""
@@ -89,7 +90,8 @@ class LocalUpdates:
         return operator(*map(_local, args), **{name: _local(one) for name, one in named.items()})
 
     def _alike(self, lists: Sequence[Sequence[Tensor]]) -> bool:
-        """Whether each is of DTensors alone, cut alike, place by place, or of plain numbers."""
+        """Whether each list holds plain numbers alone, or DTensors alone that are sharded like those at the same place
+        of the other lists."""
         specs = []
         for one in lists:
             kinds = set(map(type, one))
@@ -115,7 +117,7 @@ def _same(known: list[Any], now: list[Any]) -> bool:
 
 
 def _cut_alike(specs: Sequence[Any]) -> bool:
-    """Whether tensors in the same place are of one shape on one mesh, with the same placements, none a partial sum."""
+    """Whether these specs have the same mesh, placements and shape, with no partial sum."""
     if any(isinstance(one, Partial) for one in specs[0].placements):
         return False
     cuts = [(spec.mesh, spec.placements, spec.shape, getattr(spec, "shard_order", None)) for spec in specs]
@@ -129,7 +131,7 @@ def _local(value: Any) -> Any:
 
 
 def _usual(operator: Any, args: tuple[Any, ...], named: Mapping[str, Any]) -> Any:
-    """DTensor's own way."""
+    """Runs the operator through DTensor's own dispatch."""
     known = handlers()
     own = known.pop(operator, None)
     try:
@@ -139,11 +141,11 @@ def _usual(operator: Any, args: tuple[Any, ...], named: Mapping[str, Any]) -> An
             known[operator] = own
 
 
-OURS = "_fsdp_compiled_sharded"  # on parameters that stand here
+OURS = "_fsdp_compiled_sharded"  # the attribute that marks parameters of `fully_shard`
 
 
 class Mark:
-    """Alive where hooks are needed."""
+    """An object that lives as long as the hooks are needed."""
 
 
 _living: list[weakref.ref[Mark]] = []
@@ -152,7 +154,7 @@ idle: list[bool] = []  # not empty: there are hooks that nobody needs
 
 
 def mark() -> Mark:
-    """To be held as long as the hooks are needed, which are there from now on."""
+    """Returns the mark, which the caller holds as long as it needs the hooks; registers the hooks if there are none."""
     known = _living[0]() if _living else None
     if known is None:
         known = Mark()
@@ -165,7 +167,7 @@ def mark() -> Mark:
 
 
 def remove_idle() -> None:
-    """Outside of a step of an optimizer: takes the hooks off, unless there are models again."""
+    """Removes the hooks, unless there are models again. Called outside of an optimizer's step."""
     idle.clear()
     if _living and _living[0]() is None:
         for handle in _handles:
@@ -177,7 +179,7 @@ def remove_idle() -> None:
 def _count_updates(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
     """Counts an update as a write: foreach and fused updates of DTensors leave autograd's versions as they are.
 
-    So a backward that would read weights which were updated since its forward is told, as for plain tensors.
+    So a backward raises an error if it would read weights that were updated since its forward, as for plain tensors.
     """
     increment_version(
         [

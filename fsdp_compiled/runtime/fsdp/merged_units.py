@@ -4,10 +4,10 @@
     memory     [ layers.0 | layers.1 | layers.2 ]  ...              neighbours' flat shards, side by side
     units      layers.0-2 0.6 | ...                                 one collective each
 
-`merge` lays flat shards side by side when `fully_shard` is called around them, by the rule that `compile_sharded` goes
-by (`plan.buckets`), within a bound on memory. What lies side by side is one buffer of a plan as long as its modules are
-treated alike. Each module keeps flat shards of its own: unsharding, gradients that are held back and writes are told
-apart as the user marked them.
+`fully_shard` calls `merge` when it is called on the modules around them. `merge` lays flat shards side by side by the
+rule of `compile_sharded` (`plan.buckets`), within a bound on memory. Flat shards side by side are one buffer of a plan
+as long as their modules have the same settings. Each module keeps its own flat shards, so unsharding, held-back
+gradients and writes stay separate for each module that the user marked.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from fsdp_compiled.plan.units import ROOT
 from fsdp_compiled.policy import Policy
 from fsdp_compiled.runtime.fsdp.parameter_group import Entry, FlatShard, ParameterGroup
 
-# Merging by itself never makes a unit larger than this part of the model. PyTorch's own kernels keep as much for
-# backward as FSDP2 does: so that the peak is no higher, they have smaller units, and in the first half of the model
+# Automatic merging never makes a unit larger than one in so many parts of the model. PyTorch's own kernels keep as much
+# for backward as FSDP2 does: so that the peak is no higher, they have smaller units, and in the first half of the model
 # alone, since memory is at its highest where forward ends and backward begins. Inductor keeps less, which leaves room
-# for larger ones throughout. Gathers start one unit ahead here, whatever it takes: so units are smaller than in a plan.
-# In a small model FSDP2's root and block are a larger part, which leaves more room: the peak of 12, 24 and 48 layers of
-# width 64 is 0.92, 0.98 and 0.97 of FSDP2's so; with 6 units throughout that of 48 would be 1.01.
+# for larger units throughout. Gathers start one unit ahead here, whatever that takes, so units are smaller than in a
+# plan. In a small model FSDP2's root and block are a larger fraction, which leaves more room: the peak of 12, 24 and 48
+# layers of width 64 is then 0.92, 0.98 and 0.97 of FSDP2's; with 6 units throughout that of 48 would be 1.01.
 MOST_UNITS = {"eager": 12, "inductor": 8}
 FEW_UNITS, SMALL = 6, 6 * MIB  # under Inductor, of models of so many bytes on the wire
 
@@ -44,7 +44,7 @@ class Row:
 
     @cached_property
     def tensor(self) -> torch.Tensor:
-        """All of it."""
+        """One tensor over all these flat shards."""
         first = self.flats[0].tensor
         size = sum(flat.tensor.numel() for flat in self.flats)
         return first if len(self.flats) == 1 else first.as_strided((size,), (1,), first.storage_offset())
@@ -55,12 +55,12 @@ class Row:
 
     @property
     def waits(self) -> bool:
-        """Whether gradients of some are kept for a later backward."""
+        """Whether any of these flat shards holds back gradients for a later backward."""
         return any(flat.waits for flat in self.flats)
 
     @cached_property
     def starts(self) -> tuple[tuple[FlatShard, int], ...]:
-        """Each flat shard and its place in the row."""
+        """Each flat shard, with the offset at which it begins in the row."""
         found, start = [], 0
         for flat in self.flats:
             found.append((flat, start))
@@ -74,8 +74,8 @@ class Row:
     def release(
         self, world: int, flats: Collection[FlatShard]
     ) -> tuple[torch.Tensor, list[tuple[FlatShard, int, list[Entry]]]]:
-        """What was held back with these, ``[world * n]``, and of which parameters, by place in the row; nothing is any
-        more."""
+        """The gradients that these flat shards held back, ``[world * n]``, and each one's offset in the row and its
+        parameters. They hold nothing back afterwards."""
         like = next(flat.held for flat in flats if flat.held is not None)
         parts: list[torch.Tensor] = []
         entries: list[tuple[FlatShard, int, list[Entry]]] = []
@@ -90,7 +90,7 @@ class Row:
 
 
 def rows(groups: Iterable[ParameterGroup]) -> Iterator[tuple[list[ParameterGroup], list[Row]]]:
-    """These groups in order, in runs that are gathered together, with their flat shards, kind by kind."""
+    """These groups in order, split into runs that are gathered together, each with its rows of flat shards."""
     run: list[ParameterGroup] = []
     for group in groups:
         if not group.flats:
@@ -108,7 +108,7 @@ def _rows(run: Sequence[ParameterGroup]) -> list[Row]:
 
 
 def _is_next(first: ParameterGroup, second: ParameterGroup) -> bool:
-    """Whether all flat shards of the second lie behind those of the first, and both are treated alike."""
+    """Whether the second group's flat shards lie right behind those of the first, and both have the same settings."""
     return (
         _alike(first, second)
         and [_trained(flat) for flat in first.flats] == [_trained(flat) for flat in second.flats]
@@ -127,7 +127,7 @@ def _trained(flat: FlatShard) -> bool:
 
 
 def _alike(first: ParameterGroup, second: ParameterGroup) -> bool:
-    """Whether these may be sent as one."""
+    """Whether these two groups may share collectives."""
     return (
         first.device_mesh == second.device_mesh
         and (first.reshard_after_forward is not False) == (second.reshard_after_forward is not False)
@@ -144,7 +144,7 @@ def _kind(flat: FlatShard) -> tuple[torch.dtype, torch.device, bool, bool]:
 
 
 def merge(module: nn.Module, groups: Sequence[ParameterGroup], policy: Policy) -> str:
-    """Lays flat shards of small neighbours among these groups inside a module side by side; why so, for people."""
+    """Lays flat shards of small neighbours among these groups side by side. Returns the reason, as text for people."""
     groups = [group for group in groups if group.flats]
     if not groups or groups[0].mesh.shard == 1:
         return ""
@@ -160,7 +160,7 @@ def merge(module: nn.Module, groups: Sequence[ParameterGroup], policy: Policy) -
     if policy.bucket_mb == "auto" and policy.lower == "eager":
         early = sum(2 * (total - size) <= sum(sizes) for total, size in zip(accumulate(sizes), sizes, strict=True)) - 1
         reason += ", in the first half of it"
-    # A root that joined its neighbour would have it gathered from the beginning of forward to the end of backward.
+    # A root merged with its neighbour would keep it gathered from the beginning of forward to the end of backward.
     first = int(policy.bucket_mb == "auto" and names[0] == ROOT)
     early = max(early, first)
     among = regroup(names[first:early], sizes[first:early], most, float("inf"), True)
@@ -182,7 +182,8 @@ def _wire_bytes(flat: FlatShard, group: ParameterGroup) -> int:
 
 
 def _lay_side_by_side(run: Sequence[ParameterGroup]) -> None:
-    """In new memory, where they are not yet; where gradients are held back, or parameters unsharded, they stay."""
+    """Moves the groups' flat shards side by side into new memory, unless they lie so already, hold back gradients, or
+    are unsharded."""
     if len(run) == 1 or all(_is_next(one, other) for one, other in pairwise(run)):
         return
     if any(group.unsharded or any(flat.waits for flat in group.flats) for group in run):
@@ -192,7 +193,7 @@ def _lay_side_by_side(run: Sequence[ParameterGroup]) -> None:
         size = sum(flat.tensor.numel() for flat in row.flats)
         memory = torch.empty(size, dtype=row.flats[0].tensor.dtype, device=row.flats[0].tensor.device)
         for flat, start in row.starts:
-            # `.data`: a write to one is none to the others, as their version counters have it.
+            # `.data` gives each its own version counter: a write to one does not count as a write to the others.
             places[flat] = memory[start : start + flat.tensor.numel()].data
     for group in run:
         group.move(places)

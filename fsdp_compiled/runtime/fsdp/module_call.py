@@ -3,8 +3,8 @@
     loss = loss_fn(model(tokens), targets)     forward: gathers and compute; keeps what backward reads
     loss.backward()                            backward: gathers, compute and reductions; leaves ``parameter.grad``
 
-The module that is called is the root: all that was sharded inside it is gathered and reduced by these two programs. The
-first call of each kind captures and compiles, on all ranks together.
+The module that is called is the root: these two programs gather and reduce all that was sharded inside it. The first
+call of each kind captures and compiles, on all ranks together.
 """
 
 from __future__ import annotations
@@ -54,19 +54,19 @@ _calls: list[tuple[weakref.ref[Any], Calls]] = []
 
 
 def shared_calls(mesh: Mesh) -> Calls:
-    """The calls of this process: one row of them for all modules, since ranks must make all in the same order."""
+    """The call log of this process. All modules share it, since ranks must make all calls in the same order."""
     world = dist.group.WORLD
     for known, calls in _calls:
         if known() is world:
             return calls
     if world is None:
         for _, calls in _calls:
-            calls.check_open()  # which says why it was ended
+            calls.check_open()  # raises, with the reason why the log was ended
         raise RankError(
             "There is no process group any more: it was ended (dist.destroy_process_group) after fully_shard. Call the "
             "model before; or start a process group, and build and shard the model again."
         )
-    check_transforms("forward")  # in which ranks could not even meet
+    check_transforms("forward")  # inside such a transform, ranks could not even meet
     _calls.clear()
     _calls.append((weakref.ref(world), Calls(mesh)))
     return _calls[0][1]
@@ -77,21 +77,21 @@ class ModuleCall:
 
     def __init__(self, module: nn.Module, function: Callable[..., Any]) -> None:
         self.module = module
-        self._function = function  # called with the model, in the trace
+        self._function = function  # calls the model, in the trace
         self._tables: list[Any] = []
         self._before: list[Any] = []
         self._states: list[ModuleState] = []
         self._groups: list[ParameterGroup] = []
-        self._known: dict[tuple[Any, ...], ModulePlan] = {}  # by what it was made of; the last, used last
+        self._known: dict[tuple[Any, ...], ModulePlan] = {}  # by signature; the last is the one used last
         self._signature: tuple[Any, ...] = ()
         self._mesh = states_in(module)[0].group.mesh
         self._verifying: dict[ModulePlan, VerifiedCalls] = {}  # under `Policy.verify`
-        self._carried: dict[str, torch.Tensor] = {}  # state that a forward left, in eager PyTorch with its graph
-        self._said = False  # that further kinds of inputs run eagerly
+        self._carried: dict[str, torch.Tensor] = {}  # state that a forward stored; in eager PyTorch it has a graph
+        self._said = False  # whether the warning was given that further kinds of inputs run eagerly
 
     @untraced
     def __call__(self, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
-        self._calls = shared_calls(self._mesh)  # another where the process group is another
+        self._calls = shared_calls(self._mesh)  # another log if the process group has changed
         self._calls.check_open()
         if compile_only.ASKED:
             compile_only.begin_call(self._mesh)
@@ -114,7 +114,7 @@ class ModuleCall:
             return self._eagerly(args, named)
         gathered = self._gathered(made) if made.extended else {}
         if not trains and self._is_one_more(request):
-            if self._mesh.tp > 1:  # ranks along it call alike
+            if self._mesh.tp > 1:  # ranks along tp make the same calls
                 self._calls.begin(eager, made.gathers)
                 return self._eagerly(args, named)
             if self._calls.undecided(eager, made.gathers):
@@ -144,15 +144,15 @@ class ModuleCall:
             found = shared(dict(zip(run.training.results, outputs, strict=True)), inputs, compiled.aliases)
             result, changes = compiled.capture.rebuild(found)
             if verified is not None:
-                with self._calls.meeting(f"verification of {compiled.label}, compared"):
+                with self._calls.together(f"verification of {compiled.label}, compared"):
                     verified.compare(result, found, run.training.results)
             if changes:
                 leave(contents(args, named), changes)
             return result
 
     def _check_carried(self, compiled: Compiled, trains: bool) -> None:
-        """Raises ``RuntimeError``, on every rank, where eager PyTorch would differentiate through the forward before:
-        this one reads what that one left, with its graph, and nobody has put another tensor there."""
+        """Raises ``RuntimeError``, on every rank, where eager PyTorch would differentiate through the previous forward
+        too: this forward reads a tensor that the previous one stored with its graph, and that nobody has replaced."""
         held = {**self._made.lent.buffers, **compiled.capture.guards.closed.tensors}
         read = {port.name for port in compiled.inputs if port.kind in ("buffer", "constant")}
         if (
@@ -174,20 +174,21 @@ class ModuleCall:
     def _verified(
         self, compiled: Compiled, request: Request, args: tuple[Any, ...], named: dict[str, Any]
     ) -> Verified | None:
-        """What eager PyTorch gives, where this call is verified; between the post of the call and its program."""
+        """Eager PyTorch's results, if this call is verified. Runs after the call is posted and before its program."""
         made = self._made
         if made not in self._verifying:
-            self._verifying = {made: VerifiedCalls(made, self.module, self._function)}
+            known = {one: calls for one, calls in self._verifying.items() if one in self._known.values()}
+            self._verifying = {**known, made: VerifiedCalls(made, self.module, self._function)}
         if not self._verifying[made].due(compiled):
             return None
         self._calls.returned()
-        with self._calls.meeting(f"verification of {compiled.label}"):
+        with self._calls.together(f"verification of {compiled.label}"):
             found = self._verifying[made].run(compiled, request, args, named)
         self._calls.post(request.said(compiled.label), compiled.wire)
         return found
 
     def _gathered(self, made: ModulePlan) -> dict[str, torch.Tensor]:
-        """Parameters that travel as their classes say, by each of their names, as forward computes with them."""
+        """The gathered parameters of FSDP2's extension protocol, by each of their names."""
         self._calls.post(f"gathers of {type(self.module).__name__}", made.gathers)
         found: dict[Extended, torch.Tensor] = {}
 
@@ -201,7 +202,7 @@ class ModuleCall:
 
     @untraced
     def eagerly(self, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
-        """Without gradients, by the method's own code, for all of which parameters are gathered once. Collective."""
+        """Runs the method's own code without gradients, after one gather of all parameters. Collective."""
         self._calls = shared_calls(self._mesh)
         self._calls.check_open()
         with self._calls.refusing():
@@ -211,8 +212,9 @@ class ModuleCall:
             return self._eagerly(args, named)
 
     def _is_one_more(self, request: Request) -> bool:
-        """Whether this call without gradients is to run eagerly, in the place of one more program, on all ranks alike:
-        where there are many, as lengths that grow make them, and where only a Python float is another (a time)."""
+        """Whether this call without gradients runs eagerly instead of compiling one more program; the same on all
+        ranks. It does where there are many programs (growing lengths make them), and where only a Python float differs
+        (a time)."""
         if request.compiled is not None:
             return False
         made = [one for one in self.programs.cached if one.kind == "forward"]
@@ -229,7 +231,7 @@ class ModuleCall:
         return True
 
     def _eagerly(self, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
-        """The model's own code, with all parameters gathered. Collective; the call is posted."""
+        """Runs the model's own code with all parameters gathered. Collective; the call has been posted."""
         try:
             for group in self._groups:
                 group.unshard()
@@ -251,10 +253,10 @@ class ModuleCall:
     # Before a call.
 
     def _follow(self) -> None:
-        """Looks for parameters that are others now; programs are for a plan, and that is for these parameters."""
+        """Looks for parameters that were replaced. A program belongs to a plan, and a plan to certain parameters."""
         if self._unchanged():
             return
-        self._before = []  # until all is found good
+        self._before = []  # stays empty until all checks have passed
         states = states_in(self.module)
         groups = list(dict.fromkeys(state.group for state in states))
         if states != self._states:
@@ -278,8 +280,9 @@ class ModuleCall:
         self._before = _held(self._tables)
 
     def _switch(self, signature: tuple[Any, ...]) -> None:
-        """To the programs for these parameters, which are kept where a loop goes back and forth. All ranks do it."""
-        self._signature = ()  # until all is found good
+        """Switches to the plan and programs for these parameters, on all ranks. Earlier ones are kept, for loops that
+        alternate."""
+        self._signature = ()  # stays empty until all checks have passed
         made = self._known.pop(signature, None)
         if made is None:
             made = make(self.module, self._function, self._groups, self._policy, self._plain, self._calls)
@@ -292,12 +295,12 @@ class ModuleCall:
         self._signature = signature
 
     def _unchanged(self) -> bool:
-        """Whether tables, parameters and what is trained are as they were at the last call."""
+        """Whether the modules' tables, the parameters and the set of trained ones are the same as at the last call."""
         names, sizes, values = _held(self._tables)
         return (
             bool(self._before)
             and self._before[:2] == [names, sizes]
-            and all(map(is_, values, self._before[2]))  # of one element, others may be equal
+            and all(map(is_, values, self._before[2]))  # not ==: tensors of one element may be equal
             and bool(self._groups)
             and all(group.same() and not group.unsharded for group in self._groups)
             and [one.requires_grad for one in self._flags] == self._trainable
@@ -305,7 +308,7 @@ class ModuleCall:
         )
 
     def _look(self) -> None:
-        """Which parameters there are. Raises ``ValueError`` for DTensors of others."""
+        """Finds the parameters of the model. Raises ``ValueError`` for DTensors that `fully_shard` did not make."""
         modules = list(self.module.modules())
         self._tables = [table for module in modules for table in (module._parameters, module._modules)]
         entries = [entry for group in self._groups for entry in group.entries]
@@ -323,7 +326,7 @@ class ModuleCall:
         self._versions = [group.treated for group in self._groups]
 
     def _now(self) -> tuple[Any, ...]:
-        """What a plan depends on."""
+        """The signature of the parameters: what a plan depends on."""
         first: dict[int, int] = {}
         plain = [
             (name, tuple(one.shape), one.stride(), one.dtype, one.device, first.setdefault(id(one), place))
@@ -332,7 +335,7 @@ class ModuleCall:
         return tuple(self._groups), tuple(self._versions), tuple(self._trainable), self._names, tuple(plain)
 
     def _moved(self, args: tuple[Any, ...], named: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The batch on the device, as FSDP2 moves it."""
+        """The batch, moved to the device as FSDP2 does."""
         device = self._mesh.device
         if device.type == "cpu":
             return args, named
@@ -342,12 +345,12 @@ class ModuleCall:
 
 
 def _held(tables: Sequence[Mapping[str, Any]]) -> list[list[Any]]:
-    """The names in these tables, how many each has, and what is under them."""
+    """For these tables: all their names, the number of names in each, and all their values."""
     return [list(chain(*tables)), list(map(len, tables)), list(chain(*map(methodcaller("values"), tables)))]
 
 
 def _holds_objects(args: tuple[Any, ...], named: dict[str, Any]) -> bool:
-    """Whether there is something among the inputs that a program cannot take, as a cache."""
+    """Whether an input is an object that a program cannot take, such as a cache."""
     return any(not isinstance(leaf, torch.Tensor | PLAIN) for leaf in pytree.tree_leaves((args, named)))
 
 
@@ -359,7 +362,7 @@ def _policy(states: Sequence[ModuleState]) -> Policy:
 
 
 def _check_untied(groups: Sequence[ParameterGroup]) -> None:
-    """Raises ``ValueError`` for a parameter that stands in the places of two that were sharded apart."""
+    """Raises ``ValueError`` where one parameter replaced two that were sharded separately."""
     known: dict[int, str] = {}
     for module, name in (entry.holders[0] for group in groups for entry in group.entries):
         where = f"{type(module).__name__}.{name}"
@@ -369,7 +372,7 @@ def _check_untied(groups: Sequence[ParameterGroup]) -> None:
 
 
 def _check_same(groups: Sequence[ParameterGroup], name: str) -> None:
-    """Raises ``ValueError`` for calls of `fully_shard` that do not go together in one model."""
+    """Raises ``ValueError`` for calls of `fully_shard` with different meshes in one model."""
     if odd := next((one for one in groups if one.device_mesh != groups[0].device_mesh), None):
         raise ValueError(
             f"fully_shard was called with different meshes inside one {name}: "
@@ -378,10 +381,10 @@ def _check_same(groups: Sequence[ParameterGroup], name: str) -> None:
 
 
 def _adopt_optimizers(groups: Sequence[ParameterGroup]) -> None:
-    """An optimizer that was made before `fully_shard` holds the plain parameters: it gets those that took their places.
+    """Replaces plain parameters in optimizers that were made before `fully_shard` by the sharded ones.
 
-    Raises ``ValueError``, with nothing changed, for one that holds state of theirs, which would be of other shapes; and
-    for a module that shares a parameter with these, and was in no call of `fully_shard`: it would keep the plain one.
+    Raises ``ValueError``, with nothing changed, for an optimizer that has state for them, whose shapes would be wrong,
+    and for a module that shares one of them and was in no call of `fully_shard`: it would keep the plain parameter.
     """
     new = {id(old): made for group in groups for ref, made in group.replaced if (old := ref()) is not None}
     found = []

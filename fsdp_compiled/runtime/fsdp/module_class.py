@@ -2,9 +2,9 @@
 
     class FSDPBlock(FSDPModule, Block)      isinstance(block, Block) and isinstance(block, FSDPModule) hold
 
-`FSDPModule` is a `torch.distributed.fsdp.FSDPModule`, so that code which asks for that finds it. Of its methods, those
-that change numbers or memory do here what they do there, or are refused by name; those that only tell FSDP2 how to
-overlap are left to `Policy.prefetch`.
+`FSDPModule` is a subclass of `torch.distributed.fsdp.FSDPModule`, so that code which checks for that class finds it.
+Methods that change numbers or memory do the same here as in FSDP2, or are refused by name. Methods that only tell FSDP2
+how to overlap do nothing: `Policy.prefetch` decides that.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _classes: dict[type[nn.Module], type[nn.Module]] = {}
 
 
 def _refusing(what: str, cure: str) -> Callable[..., NoReturn]:
-    """A method that refuses."""
+    """A method that raises ``NotImplementedError``."""
 
     def method(self: Any, *_args: Any, **_kwargs: Any) -> NoReturn:
         raise NotImplementedError(f"{what} is not supported by fsdp_compiled.fully_shard. {cure}")
@@ -45,9 +45,9 @@ def _refusing(what: str, cure: str) -> Callable[..., NoReturn]:
 class _OwnGathered:
     """What ``torch.distributed.fsdp.register_fsdp_forward_method`` asks for, as the Trainer of transformers calls it.
 
-    Around a method that runs without gradients, the parameters of its own module are gathered; modules inside, which it
-    calls as ``generate`` does, gather theirs. One that computes with gradients and parameters fails, since those are
-    DTensors and its inputs are not: ours compiles it.
+    Its methods gather the parameters of the module itself around a method that runs without gradients. Modules inside,
+    which ``generate`` calls, for example, gather their own. A method that computes with parameters and gradients fails,
+    since the parameters are DTensors and its inputs are not; our `register_fsdp_forward_method` compiles it.
     """
 
     def __init__(self, group: ParameterGroup) -> None:
@@ -70,10 +70,10 @@ class _OwnGathered:
 
 
 class FSDPModule(TorchFSDPModule):
-    """What `fully_shard` makes of a module, beside its own class."""
+    """The class that `fully_shard` adds to a module's own class."""
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-        """A module of the class that it was: ``model[1:]`` is a container of its own, as under FSDP2."""
+        """A module of the original class: ``model[1:]`` is a plain container, as under FSDP2."""
         own = cls.__mro__[cls.__mro__.index(TorchFSDPModule) + 1]
         return own(*args, **kwargs)
 
@@ -97,12 +97,12 @@ class FSDPModule(TorchFSDPModule):
         return gathered(self)
 
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
-        """Whether backward reduces gradients; without, a rank's own are added up until one that does."""
+        """Whether backward reduces gradients. If not, each rank adds up its own until a backward that does."""
         for state in _states(self, recurse):
             state.group.synchronise = bool(requires_gradient_sync)
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
-        """Whether backward all-reduces over replicas; without, what one replica's ranks reduced is added up until a
+        """Whether backward all-reduces over replicas. If not, each replica adds up its reduced gradients until a
         backward that does."""
         for state in _states(self, recurse):
             state.group.all_reduces = bool(requires_all_reduce) or state.group.mesh.replicate == 1
@@ -148,7 +148,8 @@ class FSDPModule(TorchFSDPModule):
         """Nothing."""
 
     def set_gradient_divide_factor(self, factor: float) -> None:
-        """What the sum of this module's gradients over the ranks is divided by, in the place of their number."""
+        """Sets the number that the sum of this module's gradients over the ranks is divided by, instead of the number
+        of ranks."""
         _divide(_state(self).group, replace(_state(self).group.division, factor=float(factor)))
 
     def set_reduce_scatter_divide_factor(self, factor: float) -> None:
@@ -156,22 +157,22 @@ class FSDPModule(TorchFSDPModule):
         self.set_gradient_divide_factor(factor)
 
     def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
-        """Whether this module's gradients are summed on the wire, and divided after it."""
+        """Whether this module's gradients are summed in the reduction and divided afterwards."""
         _divide(_state(self).group, replace(_state(self).group.division, sums=bool(enable)))
 
     def set_reduce_scatter_unused_params(self, reduce_scatter_unused_params: bool, *, recurse: bool = True) -> None:
-        """Whether parameters that forward gathers and backward does not reach get a gradient of zeros, which counts in
-        the mean over ranks: batches of different ranks may then reach different ones of a module. Without, that is a
-        `RankError` on all ranks."""
+        """Whether a parameter that forward gathers and backward does not reach gets a gradient of zeros, which counts
+        in the mean over ranks. Then the batches of different ranks may reach different parameters of a module. If not,
+        such batches raise `RankError` on all ranks."""
         for state in _states(self, recurse):
             state.group.pads = bool(reduce_scatter_unused_params)
 
     def set_all_reduce_hook(self, hook: Callable[[torch.Tensor], Any], *, stream: Any = None) -> None:
-        """What each backward calls with this module's reduced gradient, flat, in the dtype that is reduced in.
+        """Sets a function that each backward calls with this module's reduced gradient, flat, in the reduction dtype.
 
-        It may write to it, for example to reduce it over other jobs too, as fault-tolerant replicas do. With replicas
-        in the mesh it comes after their all-reduction. It is called on the current stream after the backward program,
-        where FSDP2 calls it as each module's reduction ends, on ``stream``. Set it before forward.
+        It may write to the gradient, for example to reduce it over other jobs too, as fault-tolerant replicas do. With
+        replicas in the mesh it is called after their all-reduction. It is called on the current stream after the
+        backward program, where FSDP2 calls it on ``stream`` as each module's reduction ends. Set it before forward.
         """
         group = _state(self).group
         if stream is not None and group.mesh.replicate > 1:
@@ -185,7 +186,7 @@ class FSDPModule(TorchFSDPModule):
         group.all_reduce_hook = hook
 
     def reset_iter_state(self) -> None:
-        """Drops gradients that were held back; a forward that failed leaves nothing else."""
+        """Drops gradients that were held back. A forward that failed leaves no other state."""
         for state in states_in(self):
             for flat in state.group.flats:
                 flat.drop()
@@ -201,7 +202,7 @@ class FSDPModule(TorchFSDPModule):
         return _OwnGathered(_state(self).group)
 
     def _apply(self, *args: Any, **kwargs: Any) -> Any:
-        """``to``, ``to_empty``, ``half`` and their kin, of sharded parameters."""
+        """``to``, ``to_empty``, ``half`` and similar methods, on sharded parameters."""
         group = _state(self).group
         group.reshard()
         result = super(TorchFSDPModule, self)._apply(*args, **kwargs)  # type: ignore[misc]
@@ -211,7 +212,8 @@ class FSDPModule(TorchFSDPModule):
 
 
 def _divide(group: ParameterGroup, division: Division) -> None:
-    """Raises ``ValueError`` for no number over zero, ``NotImplementedError`` where FSDP2 divides twice."""
+    """Sets how gradients are divided. Raises ``ValueError`` for a factor that is not a positive number, and
+    ``NotImplementedError`` where FSDP2 divides twice."""
     factor, mesh = division.factor, group.mesh
     if factor is not None and not 0 < factor < float("inf"):
         raise ValueError(f"The factor to divide gradients by is {factor}; expected a positive number.")
@@ -243,7 +245,7 @@ def _states(module: Any, recurse: bool) -> list[ModuleState]:
 def _compiled(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
     """A method that runs this function of the model as a program or, in a trace, as a part of one.
 
-    What goes in and comes out is cast as ``mp_policy`` says, as FSDP2's hooks do at every module.
+    Inputs and outputs are cast as ``mp_policy`` says, as FSDP2's hooks do at every module.
     """
 
     @functools.wraps(function)
@@ -311,7 +313,7 @@ def give_class(module: nn.Module, state: ModuleState) -> None:
     object.__setattr__(module, "_fsdp_compiled", state)
     object.__setattr__(module, "_fsdp_compiled_casts", (inputs, precision.output_dtype))
     module.__class__ = _classes[kind]
-    if (own := vars(module).get("forward")) is not None:  # a method in the place of the class's, as TRL gives
+    if (own := vars(module).get("forward")) is not None:  # a method set on the instance, as TRL does
         object.__setattr__(module, "forward", _compiled("forward", own.__func__).__get__(module, type(module)))
 
 
@@ -319,7 +321,8 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
     """Makes a method of the module a program of its own, as ``forward`` is: its parameters are gathered for it.
 
     A module that `fully_shard` was not called on is left as it is. ``generate`` of transformers and peft cannot be one
-    program: it runs as it is, with all parameters gathered once. Raises ``ValueError`` where there is no such method.
+    program: it runs as it is, with all parameters gathered once. Raises ``ValueError`` if the module has no such
+    method.
     """
     if not isinstance(module, FSDPModule):
         return

@@ -1,7 +1,7 @@
-"""What is made of a module's parameters as they are: a plan, and the programs that are for it.
+"""The plan and the programs for a module's current parameters.
 
-The units are those that the user marked with `fully_shard`; the flat shards are there already, and the plan describes
-them. It holds as long as the parameters are these ones and the same of them are trained.
+The units are the modules that the user marked with `fully_shard`. Their flat shards exist already, and the plan
+describes them. A plan is valid as long as the module has these parameters and trains the same ones.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from fsdp_compiled.runtime.rng import LoopRandom
 
 
 class Opened:
-    """The model as it is traced, which puts other tensors in the place of its parameters."""
+    """The model, ready to be traced. During a trace, other tensors take the place of its parameters."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
@@ -50,21 +50,21 @@ class Opened:
 
 @dataclass
 class Lent:
-    """What programs read besides the batch; the same dictionaries as long as the programs live.
+    """The tensors that programs read besides the batch. The dictionaries stay the same objects while the programs live.
 
-    ``plain``: parameters as forward computes with them, that are in no flat shard; ``opened``: what these are made of.
+    ``plain``: parameters outside of flat shards, as forward computes with them; ``opened``: what these are made of.
     """
 
     shards: dict[str, torch.Tensor]
     buffers: dict[str, torch.Tensor]
     plain: dict[str, torch.Tensor] = field(default_factory=dict)
     opened: dict[str, torch.Tensor] = field(default_factory=dict)
-    constants: dict[str, torch.Tensor] = field(default_factory=dict)  # that programs write
-    drawn: torch.Tensor | None = None  # what random numbers start from, where ranks along tp compare it
-    _known: dict[str, Any] = field(default_factory=dict)  # what programs take for granted of the plain ones
+    constants: dict[str, torch.Tensor] = field(default_factory=dict)  # that programs write to
+    drawn: torch.Tensor | None = None  # the start of random numbers, where ranks along tp compare it
+    _known: dict[str, Any] = field(default_factory=dict)  # what programs assume about each of the plain ones
 
     def take(self, plain: Mapping[str, torch.Tensor]) -> None:
-        """These are read from now on. Raises ``ValueError`` where programs may take something else for granted."""
+        """Makes programs read these from now on. Raises ``ValueError`` where programs may assume something else."""
         for name, tensor in plain.items():
             now = made_of(tensor)
             if self._known.setdefault(name, now) != now:
@@ -77,17 +77,17 @@ class Lent:
             self.opened.update(opened(name, tensor))
 
     def take_again(self) -> None:
-        """Of tensors of classes of their own, what they are made of now."""
+        """Looks up again which tensors the parameters of wrapper classes are made of."""
         self.take({name: tensor for name, tensor in self.plain.items() if is_wrapped(tensor)})
 
     def drop(self, names: Iterable[str]) -> None:
-        """These are not kept."""
+        """Removes these parameters."""
         for name in names:
             for key, _ in opened(name, self.plain.pop(name)):
                 del self.opened[key]
 
     def holders(self, compiled: Compiled) -> Mapping[str, Mapping[str, torch.Tensor]]:
-        """Who holds a program's inputs, by kind, but for the batch."""
+        """For each kind of program input but the batch, the dictionary that holds the tensors."""
         return {"shard": self.shards, "buffer": self.buffers, "plain": self.opened,
                 "constant": compiled.constants(self),
                 "drawn": {"": self.drawn} if self.drawn is not None else {}}  # fmt: skip
@@ -95,8 +95,9 @@ class Lent:
 
 @dataclass(eq=False)
 class ModulePlan:
-    """``rows``: of flat shards, by the buffer's key; ``entries``: by the parameter's name; ``gathers``: stands for the
-    collectives that gather all of it; ``trained``: what is trained of which model, equal on ranks where that is."""
+    """``rows``: rows of flat shards, by the buffer's key; ``entries``: by the parameter's name; ``gathers``: a digest
+    of the collectives that gather everything; ``trained``: the model's class, how much is trained, and a digest, which
+    ranks compare."""
 
     plan: Plan
     mesh: Mesh
@@ -107,27 +108,27 @@ class ModulePlan:
     entries: Mapping[str, Entry]
     gathers: str
     trained: str
-    random: LoopRandom | None  # where there is a tp axis
+    random: LoopRandom | None  # only where there is a tp axis
     extended: Mapping[str, Extended] = field(default_factory=dict)  # by each of the parameter's names
-    # By what a backward reduces and which parameters it reaches, those that it misses.
+    # The parameters that a backward misses, by the flat shards it reduces and the parameters it reaches.
     missed: dict[tuple[tuple[FlatShard, ...], Collection[str]], list[tuple[FlatShard, Entry]]] = field(
         default_factory=dict
     )
 
     def drawing(self, compiled: Compiled) -> AbstractContextManager[None]:
-        """Around the run of a program that draws random numbers."""
+        """The context for running a program, which sets the random state if the program draws random numbers."""
         if self.random is None or not compiled.random:
             return nullcontext()
         return self.random.drawing(compiled.shared, compiled.parts)
 
     @property
     def current(self) -> bool:
-        """Whether the parameters are in these flat shards still."""
+        """Whether the parameters still lie in these flat shards."""
         return all(row.current for row in self.rows.values())
 
     @cached_property
     def flats(self) -> dict[str, FlatShard]:
-        """By the parameter's name."""
+        """The flat shard of each parameter, by the parameter's name."""
         flats = {entry: flat for row in self.rows.values() for flat in row.flats for entry in flat.entries}
         return {name: flats[entry] for name, entry in self.entries.items()}
 
@@ -149,7 +150,7 @@ def make(
     plain: Mapping[str, torch.Tensor],
     calls: Calls,
 ) -> ModulePlan:
-    """A plan of these parameters, and programs for it: none yet. ``function``: calls the model, in the trace.
+    """A plan for these parameters, with no programs yet. ``function``: calls the model, in the trace.
 
     Raises ``ValueError`` for parameters on the meta device.
     """
@@ -158,8 +159,8 @@ def make(
     units = units_of(module, groups, rows)
     state = state_of(module)
     notes = (state.merging,) if state is not None and state.merging else ()
-    # As far ahead as FSDP2: what is best depends on the batch, whose lengths ranks may differ in, and the order of
-    # collectives must not.
+    # As far ahead as FSDP2. The best choice depends on the batch, whose lengths may differ between ranks, but the order
+    # of collectives must be the same on all ranks.
     ahead = 1 if policy.prefetch == "auto" and policy.limit != 1 else policy.prefetch
     policy = replace(policy, prefetch=ahead)
     machine = machine_of(mesh.device, policy.network, mesh.tp)
@@ -192,9 +193,9 @@ def make(
 
 
 def _trained(plan: Plan, plain: Mapping[str, torch.Tensor]) -> tuple[str, str]:
-    """How many parameters are trained, with what stands for all that a plan depends on; and the first, if not all are.
+    """The count of trained parameters, with a digest of all a plan depends on; and a note for labels, empty if all are.
 
-    Ranks compare it: where other parameters are trained, the collectives may be the same, and the sums wrong.
+    Ranks compare the digest: where ranks train different parameters, the collectives may match and the sums be wrong.
     """
     leaves = [slot.leaf for buffer in plan.buffers for slot in buffer.slots]
     slots = {leaf.names[0]: (leaf.trainable, leaf.shape, leaf.shard_dim) for leaf in leaves}
@@ -214,7 +215,7 @@ def _digest(value: Any) -> str:
 
 
 def units_of(module: nn.Module, groups: Sequence[ParameterGroup], rows: dict[str, Row]) -> Iterator[Unit]:
-    """The units, in the order of the groups; ``rows`` is filled, by the buffer's key."""
+    """The units, in the order of the groups. Fills ``rows``, by the buffer's key."""
     names: dict[int, list[str]] = {}
     for name, parameter in named_parameters(module, remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)
@@ -238,7 +239,7 @@ def units_of(module: nn.Module, groups: Sequence[ParameterGroup], rows: dict[str
 
 
 def _buffer(flat: FlatShard, path: str, names: Mapping[int, list[str]]) -> Buffer:
-    """The flat shard's, with the names that its parameters have in this model."""
+    """The flat shard's buffer, with the names that its parameters have in this model."""
     if flat.tensor.is_meta:
         raise ValueError(
             f"The parameters of {path} are on the meta device. Give them memory and values before the "

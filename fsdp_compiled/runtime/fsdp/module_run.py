@@ -4,13 +4,13 @@
     loss.backward()                backward: gathers, compute and reductions; leaves ``parameter.grad``
     without synchronisation        backward: no communication; leaves whole gradients with the flat shards (``held``)
 
-A run goes by what was there when it was made: parameters may be frozen, thawed or replaced before its backward comes.
+A run uses the parameters that were there when it was made: they may be frozen, thawed or replaced before its backward.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import cached_property, partial
 from typing import Any
@@ -40,7 +40,7 @@ from fsdp_compiled.torch_private.modes import will_run
 def run_program(
     run: Callable[[], Sequence[torch.Tensor]], calls: Calls, around: AbstractContextManager[Any] | None = None
 ) -> Sequence[torch.Tensor]:
-    """What the program gives; its failure is an error on every rank."""
+    """Runs a program and returns its results. A failure is an error on every rank."""
     try:
         with around or below_autograd():
             return run()
@@ -60,6 +60,10 @@ def run_program(
         calls.returned()
 
 
+# A buffer's key, its flat shard, a reduced gradient, the parameters that get it, and where the shard begins in it.
+Reduced = tuple[str, FlatShard, torch.Tensor, list[Entry], int]
+
+
 class Run:
     """What a forward leaves for its backwards."""
 
@@ -72,10 +76,10 @@ class Run:
         verified: Verified | None = None,
     ) -> None:
         self.made, self.compiled, self.calls = made, compiled, calls
-        self.verified = verified  # until a backward was compared
+        self.verified = verified  # None once a backward was compared
         self.training = compiled.training
         self.inputs = inputs
-        # Autograd's inputs are what gets a gradient: it calls hooks of the others too, with None in its place.
+        # Autograd's inputs are only the tensors that get a gradient: it calls hooks of its other inputs too, with None.
         moved = self.training.moved
         late = any(not (group.synchronise and group.all_reduces) for group in made.groups)
         held = {entry for entry in made.names if late and self._waits(entry)}
@@ -85,10 +89,10 @@ class Run:
             if name in moved and entry.parameter.requires_grad and not (entry in held and hook_on(entry.parameter))
         ]
         self._hooked = [group.all_reduce_hook is not None for group in made.groups]
-        self._trained = tuple(given)  # by whose ids they are found
+        self._trained = tuple(given)  # keeps them alive, since `place` goes by their ids
         self.place = {id(one): place for place, one in enumerate(given)}
         # Inputs that have gradients beside the sharded parameters; some of them are parameters that are not sharded.
-        self.others: list[tuple[str, int]] = []  # by name, the place among what autograd gets
+        self.others: list[tuple[str, int]] = []  # the name, and the place among autograd's inputs
         for name, place in self.training.others:
             if name in made.extended:
                 continue
@@ -103,26 +107,27 @@ class Run:
         self.written = [(flat, flat.written) for flat in read]
 
     def apply(self) -> Sequence[torch.Tensor]:
-        """The results of forward, for autograd to differentiate."""
+        """Runs forward. Returns its results, for autograd to differentiate."""
         given, self.given = self.given, ()
         return _Function.apply(self, torch.zeros((), requires_grad=True), *given)
 
     def verify(
         self, verified: Verified, tangents: Sequence[torch.Tensor | None], everything: bool
     ) -> Callable[[Mapping[Entry, DTensor]], None] | None:
-        """What compares the gradients of this backward with eager PyTorch's, made before it; once."""
+        """Runs eager PyTorch's backward, once. Returns a function that compares this backward's gradients with its
+        own."""
         self.verified = None
         if not everything or any(row.waits for row in self.made.rows.values()):
             return None
         if not all(group.synchronise and group.all_reduces for group in self.made.groups):
             return None
         label = f"verification of backward of {self.compiled.label}"
-        with self.calls.meeting(label):
+        with self.calls.together(label):
             if not verified.backward(tangents):
                 return None
 
         def compare(found: Mapping[Entry, DTensor]) -> None:
-            with self.calls.meeting(f"{label}, compared"):
+            with self.calls.together(f"{label}, compared"):
                 verified.compare_gradients(found)
 
         return compare
@@ -130,11 +135,11 @@ class Run:
     def backward(
         self, kept: list[Any], reached: Collection[str], everything: bool
     ) -> tuple[dict[Entry, DTensor], dict[str, torch.Tensor]]:
-        """Gradients of the sharded parameters, none where they are held back, and those of other inputs, by name.
+        """Gradients of the sharded parameters, unless they are held back, and of other inputs, by name.
 
-        ``kept``: what backward reads, taken out of this list, so that each tensor is freed after its last use.
-        ``reached``: the parameters that have gradients, by name. ``everything``: whether it is for ``grad``; else they
-        go to who asked for them, and nothing is held back.
+        ``kept``: the tensors that backward reads; they are taken out of this list, so that each is freed after its last
+        use. ``reached``: the names of the parameters that have gradients. ``everything``: whether gradients go to
+        ``grad``; if not, they go to the caller of ``torch.autograd.grad``, for example, and nothing is held back.
         """
         made, compiled = self.made, self.compiled
         with self.calls.refusing():
@@ -165,7 +170,7 @@ class Run:
         with self.calls.refusing():
             whole = made.programs.maker.whole(compiled)
         reduced: dict[Buffer, list[FlatShard]] = {}
-        for buffer in reversed(made.plan.buffers):  # as backward comes to them, for hooks
+        for buffer in reversed(made.plan.buffers):  # in backward's order, for hooks
             flats_of = [flat for flat in made.rows[buffer.key].flats if self._group(flat).synchronise]
             has = buffer.key in whole.gradients or any(flat.held is not None for flat in flats_of)
             if flats_of and has and buffer.unit in training.units:
@@ -179,22 +184,30 @@ class Run:
         ]
         self.calls.begin(label, hashlib.sha256(repr((whole.wire, sent)).encode()).hexdigest()[:8], missed)
         found = {}
-        outputs = run_program(partial(self._run, whole, kept, reached, True, found), self.calls)
-        for key, place in whole.gradients.items():
-            gradient = outputs[place].view(made.plan.shard, -1)
-            for flat, start in made.rows[key].starts:
-                own = gradient[:, start : start + flat.tensor.numel()]
-                flat.hold(own, self._wanted(flat, reached))
-        for buffer, own_flats in reduced.items():
-            found |= self._reduce(buffer, own_flats)
+        shards: list[Reduced] = []
+
+        def run() -> Sequence[torch.Tensor]:
+            outputs = self._run(whole, kept, reached, True, found)
+            for key, place in whole.gradients.items():
+                gradient = outputs[place].view(made.plan.shard, -1)
+                for flat, start in made.rows[key].starts:
+                    own = gradient[:, start : start + flat.tensor.numel()]
+                    flat.hold(own, self._wanted(flat, reached))
+            for buffer, own_flats in reduced.items():
+                shards.extend(self._reduce(buffer, own_flats))
+            return outputs
+
+        outputs = run_program(run, self.calls)
         self.calls.reached(missed)
+        for one in shards:
+            found |= self._parts(*one)
         found |= self._zeros(flats)
         return found, {name: outputs[place] for name, place in whole.others.items()}
 
     @property
     def _extended(self) -> list[tuple[str, Extended]]:
-        """The trained parameters that lie in no flat shard, by name. Each backward reduces the gradients of all: ranks
-        whose batches reach others of them communicate alike."""
+        """The trained parameters that lie in no flat shard, by name. Each backward reduces all their gradients, so that
+        ranks communicate alike even where their batches reach different ones."""
         entries = {one.entry: one for one in self.made.extended.values()}
         return [(self.made.names[entry], one) for entry, one in entries.items() if entry.parameter.requires_grad]
 
@@ -206,7 +219,7 @@ class Run:
         everything: bool,
         found: dict[Entry, DTensor],
     ) -> Sequence[torch.Tensor]:
-        """What backward gives; ``found`` gets the gradients of parameters that lie in no flat shard."""
+        """Runs the backward program. Puts the gradients of parameters that lie in no flat shard into ``found``."""
         outputs = backward.runner(kept)
         for name, one in self._extended:
             own = outputs[backward.others[name]] if name in backward.others else None
@@ -215,34 +228,31 @@ class Run:
                 found |= parts(shard, [one.entry], 0)
         return outputs
 
-    def _reduce(self, buffer: Buffer, flats: Collection[FlatShard]) -> dict[Entry, DTensor]:
-        """What was held back with these, of one row, reduced; over replicas too, but where that is to wait."""
+    def _reduce(self, buffer: Buffer, flats: Collection[FlatShard]) -> Iterator[Reduced]:
+        """Reduces the gradients that these flat shards of one row held back; over replicas too, unless that waits."""
         made = self.made
         gradients, released = made.rows[buffer.key].release(made.plan.shard, flats)
         along_shard, over_replicas = reductions(buffer, gradients.dtype, made.plan, made.mesh)
         shard = along_shard(gradients)
-        found: dict[Entry, DTensor] = {}
-        if all(self._group(flat).all_reduces and flat.partial is None for flat, *_ in released):
+        whole = all(self._group(flat).all_reduces and flat.partial is None for flat, *_ in released)
+        if whole:
             shard = over_replicas(shard)
-            for flat, start, members in reversed(released):
-                trained = [entry for entry in members if entry.parameter.requires_grad]
-                found |= self._parts(buffer.key, flat, shard, trained, start)
-            return found
         for flat, start, members in reversed(released):
-            own = shard[start : start + flat.tensor.numel()]
-            own = own.clone() if flat.partial is None else own + flat.partial
-            entries = {**flat.partial_of, **dict.fromkeys(members)}
-            waits = not self._group(flat).all_reduces
-            flat.partial, flat.partial_of = (own, entries) if waits else (None, {})
-            if not waits:
-                trained = [entry for entry in entries if entry.parameter.requires_grad]
-                found |= self._parts(buffer.key, flat, over_replicas(own), trained, 0)
-        return found
+            entries, own, begin = {**flat.partial_of, **dict.fromkeys(members)}, shard, start
+            if not whole:
+                own, begin = shard[start : start + flat.tensor.numel()], 0
+                own = own.clone() if flat.partial is None else own + flat.partial
+                waits = not self._group(flat).all_reduces
+                flat.partial, flat.partial_of = (own, entries) if waits else (None, {})
+                if waits:
+                    continue
+                own = over_replicas(own)
+            yield buffer.key, flat, own, [entry for entry in entries if entry.parameter.requires_grad], begin
 
     def _parts(
         self, key: str, flat: FlatShard, gradient: torch.Tensor, entries: list[Entry], start: int
     ) -> dict[Entry, DTensor]:
-        """`parts`, after what the user's hook does to the reduced gradient of this flat shard, as FSDP2 calls it."""
+        """`parts`, after the user's all-reduce hook got this flat shard's reduced gradient, as FSDP2 calls it."""
         buffer, hook = self.made.plan.buffer(key), self._group(flat).all_reduce_hook
         if hook is None or not entries:
             return parts(gradient, entries, start)
@@ -258,17 +268,17 @@ class Run:
         return self.made.group_of[flat.entries[0]]
 
     def _waits(self, entry: Entry) -> bool:
-        """Whether its gradient is kept for a later backward."""
+        """Whether this parameter's gradient is held back for a later backward."""
         group = self.made.group_of[entry]
         return not (group.synchronise and group.all_reduces)
 
     def _wanted(self, flat: FlatShard, reached: Collection[str]) -> list[Entry]:
-        """The parameters of a flat shard that have gradients, and are trained still."""
+        """The parameters of a flat shard that have gradients and are still trained."""
         names, every = self.made.names, flat in self._padded
         return [entry for entry in flat.entries if (every or names[entry] in reached) and entry.parameter.requires_grad]
 
     def _missed(self, reduced: tuple[FlatShard, ...], reached: Collection[str]) -> list[str]:
-        """The trained parameters of what is reduced that get no gradient."""
+        """The trained parameters, among those that are reduced, that get no gradient."""
         made, of = self.made, (reduced, reached)
         if (found := made.missed.get(of)) is None:
             found = [(flat, entry) for flat in reduced for entry in flat.entries if made.names[entry] not in reached]
@@ -281,11 +291,11 @@ class Run:
 
     @cached_property
     def _padded(self) -> set[FlatShard]:
-        """Those of which what no result depends on gets zeros (`set_reduce_scatter_unused_params`)."""
+        """The flat shards that leave zeros for parameters no result depends on (`set_reduce_scatter_unused_params`)."""
         return {flat for group in self.made.groups if group.pads for flat in group.flats}
 
     def _zeros(self, reduced: Collection[FlatShard]) -> dict[Entry, DTensor]:
-        """The same of what forward gathered, and no rank reduces."""
+        """Gradients of zeros for such flat shards that forward gathered and no rank reduces."""
         found: dict[Entry, DTensor] = {}
         ports = self.compiled.inputs if self._padded else ()
         keyed = [
@@ -299,7 +309,7 @@ class Run:
         return found
 
     def _check_hooked(self) -> None:
-        """Raises ``RuntimeError`` where the program is for other hooks of all-reductions than there are."""
+        """Raises ``RuntimeError`` where an all-reduce hook was set or removed since forward."""
         for group, hooked in zip(self.made.groups, self._hooked, strict=True):
             if (group.all_reduce_hook is not None) != hooked:
                 raise RuntimeError(
@@ -308,7 +318,7 @@ class Run:
                 )
 
     def _check_hooks(self, reached: Collection[str]) -> None:
-        """Raises ``RuntimeError`` where autograd would call a hook for a gradient that there is not."""
+        """Raises ``RuntimeError`` where autograd would call the hook of a parameter that gets no gradient."""
         for entry, name in self.made.names.items():
             parameter = entry.parameter
             if (kind := hook_on(parameter)) is None or id(parameter) not in self.place or not parameter.requires_grad:
@@ -329,7 +339,7 @@ class Run:
                 )
 
     def _check_versions(self) -> None:
-        """Raises ``RuntimeError`` where weights were written since forward, as autograd does."""
+        """Raises ``RuntimeError`` where weights that backward reads were written since forward, as autograd does."""
         for flat, written in self.written:
             if flat.written != written or not flat.current:
                 name = self.made.names[flat.entries[0]]
@@ -341,8 +351,8 @@ class Run:
 
 
 class _Function(torch.autograd.Function):
-    # What comes in is one list, out of which each is freed after its last use; a torch that does not know it (2.11)
-    # gives a tuple, and holds it until backward is over.
+    # Backward gets its gradients as one list, and each is freed after its last use. A torch without this attribute
+    # (2.11) gives a tuple, and holds all of them until backward is over.
     boxed_grads_call = True
 
     @staticmethod
@@ -353,7 +363,7 @@ class _Function(torch.autograd.Function):
             outputs = run_program(partial(run.compiled.runner, *inputs), run.calls)
         everything = [*inputs, *outputs]
         kept = [everything[source] for source in training.sources]
-        # Autograd would miss writes to shards that go past it; `_check_versions` sees them all.
+        # Autograd would miss writes to shards through other tensors; `_check_versions` sees them all.
         own = [not isinstance(value, torch.Tensor) or place in training.shards
                for value, place in zip(kept, training.sources, strict=True)]  # fmt: skip
         ctx.save_for_backward(*(value for value, apart in zip(kept, own, strict=True) if not apart))
@@ -361,7 +371,7 @@ class _Function(torch.autograd.Function):
         ctx.run = run
         ctx.set_materialize_grads(False)
         results = tuple(outputs[: len(training.results)])
-        ctx.shapes = [getattr(result, "shape", None) for result in results]  # None: a size that was in the data
+        ctx.shapes = [getattr(result, "shape", None) for result in results]  # None: a size that depended on the data
         constant = [results[place] for place in training.constant]
         ctx.mark_non_differentiable(*(one for one in constant if isinstance(one, torch.Tensor)))
         return results
@@ -389,11 +399,11 @@ class _Function(torch.autograd.Function):
         saved = iter(ctx.saved_tensors)
         kept = [value if apart else next(saved) for value, apart in ctx.others]
         del saved
-        ctx.maybe_clear_saved_tensors()  # unless the graph is retained
+        ctx.maybe_clear_saved_tensors()  # frees them, unless the graph is retained
         reached = training.reached(frozenset(place for place, one in enumerate(tangents) if one is not None))
         kept += [one.laid_out(tangents[one.place], ctx.shapes[one.place]) for one in training.tangents]
-        # A plain backward() reaches the token. One that asks for some gradients alone, as torch.autograd.grad does, is
-        # answered by autograd, and so are hooks.
+        # A plain backward() reaches the token. For a call that asks for some gradients alone, such as
+        # torch.autograd.grad, and for parameters with hooks, the gradients are returned to autograd.
         everything = will_run(ctx.next_functions[0][0])
         with outside_modes(watched=True):
             compare = run.verify(run.verified, tangents, everything) if run.verified is not None else None
@@ -408,7 +418,7 @@ class _Function(torch.autograd.Function):
                 direct[entry] = gradient
             elif (place := run.place.get(id(entry.parameter))) is not None:
                 gradients[place] = gradient
-            elif everything:  # it was held back, or was to be when forward came
+            elif everything:  # its gradient was held back, or was to be when forward ran
                 entry.parameter.backward(gradient)
         leave(direct)
         for name, place in run.others:

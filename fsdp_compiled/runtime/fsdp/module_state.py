@@ -1,7 +1,7 @@
-"""What `fully_shard` notes on a module, and whether the model's own code is being traced.
+"""The state that `fully_shard` keeps on a module, and whether the model's own code is being traced.
 
-A module that is called goes its own way (`module_call`), and the same module inside of a model that is traced is a part
-of that program: the class that `fully_shard` gives it asks here.
+A module that is called by the user runs its own programs (`module_call`). The same module inside a model that is being
+traced is a part of that program. The class that `fully_shard` gives it uses `tracing` to tell the two apart.
 """
 
 from __future__ import annotations
@@ -18,19 +18,20 @@ from fsdp_compiled.policy import Policy
 from fsdp_compiled.runtime.fsdp.merged_units import merge
 from fsdp_compiled.runtime.fsdp.parameter_group import ParameterGroup
 
-STATE = "_fsdp_compiled"  # the attribute
+STATE = "_fsdp_compiled"  # the module's attribute that holds its `ModuleState`
 _tracing = [0]
-PLAIN = Policy(lower="eager")  # where none is given
+PLAIN = Policy(lower="eager")  # where the user gives no policy
 
 
 @dataclass(eq=False)
 class ModuleState:
-    """One module that `fully_shard` was called on. ``calls``: by the name of the method, what runs it. ``gathered``:
-    between gathers of many calls together and their end, what refuses those that would not mean what they say."""
+    """The state of one module that `fully_shard` was called on. ``calls``: the `ModuleCall` of each method, by its
+    name. ``gathered``: inside ``gathered()``, a check that raises for calls that are not allowed there; None outside of
+    it."""
 
     group: ParameterGroup
     policy: Policy | None
-    merging: str = ""  # how small modules inside were merged, for people
+    merging: str = ""  # how small modules inside were merged, as text for people
     calls: dict[str, Any] = field(default_factory=dict)
     gathered: Callable[[], None] | None = None
 
@@ -40,13 +41,13 @@ def state_of(module: nn.Module) -> ModuleState | None:
 
 
 def states_in(module: nn.Module) -> list[ModuleState]:
-    """Of the module and those inside that `fully_shard` was called on, in their order."""
+    """The states of all modules inside this one, itself included, that `fully_shard` was called on, in module order."""
     return [state for one in module.modules() if (state := state_of(one)) is not None]
 
 
 @torch.compiler.assume_constant_result
 def tracing() -> bool:
-    """Whether a model is being traced by this package; a constant for the trace, and no guard of it."""
+    """Whether this package is tracing a model. The trace takes it as a constant, without a guard."""
     return bool(_tracing[0])
 
 
@@ -60,7 +61,7 @@ def traced() -> Iterator[None]:
 
 
 def lay_out(module: nn.Module) -> None:
-    """Lays small neighbours among what was marked inside side by side, so that they are gathered together."""
+    """Lays flat shards of small neighbouring marked modules side by side, so that they are gathered together."""
     states = states_in(module)
     policy = next((state.policy for state in states if state.policy is not None), PLAIN)
     states[0].merging = merge(module, list(dict.fromkeys(state.group for state in states)), policy)

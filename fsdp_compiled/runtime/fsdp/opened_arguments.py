@@ -4,8 +4,8 @@
     closed(args)                              Closed(Batch, (tokens, 0.5)), Closed(ndarray, (tensor over its memory,))
     opened(args)                              in the trace: a Batch again, and an array
 
-pytree opens `Closed`, so that tensors inside are inputs of the program, and all else is in its key. What forward would
-leave in such an argument the caller does not find there; that is refused.
+pytree opens `Closed`: the tensors inside are inputs of the program, and all else is in the program's key. A program
+gets a copy of such an argument, so the caller would not see changes that forward makes to it; they are refused.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ import numpy as np
 import torch
 from torch.utils import _pytree as pytree
 
-PLAIN_DTYPES = "biufc"  # kinds of numpy's dtypes that tensors have, too
+PLAIN_DTYPES = "biufc"  # the kinds of numpy dtypes that tensors have, too
 
 
 class Closed:
-    """An argument of this class, and what is in it: under ``names``, of a dataclass."""
+    """An argument of class ``kind`` and its contents. ``names``: the attributes' names, if it is a dataclass."""
 
     def __init__(self, kind: type, names: tuple[str, ...], values: Iterable[Any]) -> None:
         self.kind, self.names, self.values = kind, names, list(values)
@@ -45,8 +45,8 @@ pytree.register_pytree_node(Closed, _flatten, _unflatten, flatten_with_keys_fn=_
 
 
 def closed(value: Any) -> Any:
-    """The same with `Closed` in the places of dataclasses and arrays; of containers, in lists, tuples and
-    dictionaries."""
+    """The same arguments with `Closed` in the place of dataclasses and arrays. It looks inside lists, tuples and
+    dictionaries alone."""
     if type(value) in (list, tuple):
         return type(value)(map(closed, value))
     if type(value) is dict:
@@ -61,7 +61,7 @@ def closed(value: Any) -> Any:
 
 
 def is_dataclass(value: Any) -> bool:
-    """Whether it is a dataclass with attributes, and nothing else, that pytree does not know."""
+    """Whether it is a dataclass with a ``__dict__``, no tensor, module or container, that pytree does not know."""
     kind = type(value)
     return (
         dataclasses.is_dataclass(kind)
@@ -72,7 +72,7 @@ def is_dataclass(value: Any) -> bool:
 
 
 def opened(value: Any, made: list[tuple[Any, list[Any]]]) -> Any:
-    """The arguments as they were; traced. ``made``: gets the containers that are new, and what is in them."""
+    """The original arguments again; traced. Adds each new container to ``made``, with its contents."""
     if isinstance(value, Closed):
         inner = [opened(one, made) for one in value.values]
         if value.kind is np.ndarray:
@@ -100,7 +100,7 @@ def opened(value: Any, made: list[tuple[Any, list[Any]]]) -> Any:
 
 
 def check_unchanged(made: list[tuple[Any, list[Any]]]) -> None:
-    """Raises ``ValueError`` where forward left something else in an argument; traced."""
+    """Raises ``ValueError`` where forward put something else into an argument; traced."""
     for container, before in made:
         if isinstance(container, list):
             now = container

@@ -5,8 +5,8 @@
     flat shard       [n]                                                         what programs gather
 
 A flat shard holds this rank's rows of all parameters of a dtype (`plan.rows`), so that one collective gathers them, and
-what writes to a parameter writes to what is gathered. Whoever puts other tensors in a parameter's place
-(`Module.to_empty`, `load_state_dict(assign=True)`) is followed: their values move into a new flat shard.
+a write to a parameter is a write to the memory that is gathered. Where a parameter or its memory is replaced
+(`Module.to_empty`, `load_state_dict(assign=True)`), the new values move into a new flat shard.
 """
 
 from __future__ import annotations
@@ -35,38 +35,38 @@ from fsdp_compiled.runtime.fsdp.local_updates import OURS, Mark, mark
 from fsdp_compiled.runtime.tensor_parallel.parts import local_part, tensor_parallel
 from fsdp_compiled.torch_private.dtensor import DTensorSpec, StridedShard, TensorMeta
 
-Holder = tuple[nn.Module, str]  # where a parameter hangs: module._parameters[name]
-ENTRY = "_fsdp_compiled_entry"  # of a plain parameter, the entry that took its place
+Holder = tuple[nn.Module, str]  # a place that holds a parameter: module._parameters[name]
+ENTRY = "_fsdp_compiled_entry"  # the plain parameter's attribute: the entry that replaced it
 NOTHING = Part(0, 0, 0)
 
 
-# In C, since each call asks it of all parameters.
+# Implemented in C, since each call reads these of all parameters.
 _versions_of = attrgetter("parameter._version", "local._version")
 _local_now_and_then = attrgetter("parameter._local_tensor", "local")
 
 
 @dataclass(eq=False)
 class Entry:
-    """One parameter. ``part``: what of it the flat shard holds; ``local``: the view of that."""
+    """One parameter. ``part``: its elements in the flat shard; ``local``: the view of them."""
 
     parameter: nn.Parameter
     holders: list[Holder]
     spec: DTensorSpec
-    tp: TensorParallel | None = None  # of one that `parallelize_module` cut, or made whole on each rank
+    tp: TensorParallel | None = None  # for a parameter that `parallelize_module` cut, or made whole on each rank
     shard_dim: int = 0
     part: Part = NOTHING
     local: torch.Tensor | None = None
     mark: Mark = field(default_factory=mark)
 
     def tie(self, holder: Holder) -> None:
-        """It hangs there too, as the plain parameter did that it took the place of."""
+        """Puts the parameter at this place too, where the plain parameter was that it replaced."""
         (module, name), (first, known) = holder, self.holders[0]
         module._parameters[name] = first._parameters[known]
         self.holders.append(holder)
 
     @property
     def leaf(self) -> Leaf:
-        """Without names, which depend on the model that is called. Along tp, of this rank's part."""
+        """The plan's leaf, without names, which depend on the model that is called. Along tp: of this rank's part."""
         shape = tuple(self.parameter.shape)
         if self.tp is not None and self.tp.dim is not None:
             parts = self.spec.mesh.size(-1)
@@ -77,34 +77,34 @@ class Entry:
 
 @dataclass(eq=False)
 class FlatShard:
-    """This rank's rows of parameters that share a dtype, and whether they were trained when it was laid out."""
+    """This rank's rows of parameters that have one dtype and were all trained, or all frozen, when it was laid out."""
 
     tensor: torch.Tensor
     buffer: Buffer
     entries: list[Entry]
-    current: bool = True  # until others take its place
-    held: torch.Tensor | None = None  # this rank's gradient that was not reduced yet, ``[shard * n]``
-    held_of: dict[Entry, None] = field(default_factory=dict)  # whose parts of it were reached
-    partial: torch.Tensor | None = None  # reduced along the shard axis, and not over replicas yet, ``[n]``
+    current: bool = True  # False once another flat shard has replaced it
+    held: torch.Tensor | None = None  # this rank's gradients that are not reduced yet, ``[shard * n]``
+    held_of: dict[Entry, None] = field(default_factory=dict)  # the parameters whose gradients in ``held`` count
+    partial: torch.Tensor | None = None  # gradients reduced along the shard axis, not yet over replicas, ``[n]``
     partial_of: dict[Entry, None] = field(default_factory=dict)
 
     @property
     def waits(self) -> bool:
-        """Whether gradients of it are kept for a later backward."""
+        """Whether gradients are held back for a later backward."""
         return self.held is not None or self.partial is not None
 
     @property
     def written(self) -> tuple[Any, ...]:
-        """Another one after each write, to a parameter or past it to its local tensor."""
+        """A value that changes with each write to a parameter, or directly to its local tensor."""
         return self.tensor._version, *map(_versions_of, self.entries)
 
     def hold(self, gradient: torch.Tensor, entries: Iterable[Entry]) -> None:
-        """Adds a whole flat gradient, of which these parameters' parts count, to what is held back."""
+        """Adds a whole flat gradient to ``held``. ``entries``: the parameters whose parts of it count."""
         self.held = gradient if self.held is None else self.held.add_(gradient)
         self.held_of.update(dict.fromkeys(entries))
 
     def release(self) -> tuple[torch.Tensor, list[Entry]]:
-        """What was held back, and of which parameters; nothing is any more."""
+        """The held-back gradients and their parameters. Nothing is held back afterwards."""
         held, entries = self.held, list(self.held_of)
         assert held is not None
         self.held = None
@@ -112,17 +112,17 @@ class FlatShard:
         return held, entries
 
     def drop(self) -> None:
-        """Drops what was held back."""
+        """Drops the gradients that were held back."""
         self.held = self.partial = None
         self.held_of.clear()
         self.partial_of.clear()
 
 
 def part_of(flat: torch.Tensor, first: int, last: int, shape: Sequence[int]) -> torch.Tensor:
-    """These elements of a flat shard, in its memory and with an offset of zero.
+    """A view of these elements of a flat shard, in the same memory but with a storage offset of zero.
 
-    A DTensor takes the offset of its local tensor for its own, beside memory that it has none of, and then neither
-    ``copy.deepcopy`` nor ``torch.save`` can read it.
+    A DTensor reports its local tensor's offset as its own, but its own storage is empty. With another offset than zero,
+    neither ``copy.deepcopy`` nor ``torch.save`` can read it.
     """
     if flat.is_meta or first == last:
         return flat[first:last].view(shape)
@@ -143,7 +143,7 @@ def check_divided(where: str, value: torch.Tensor, tp: TensorParallel | None, di
 
 
 class ParameterGroup:
-    """Parameters that are gathered together, as the user marked them."""
+    """The parameters of one `fully_shard` call, which are gathered together."""
 
     def __init__(
         self,
@@ -159,14 +159,14 @@ class ParameterGroup:
         self.all_axes = beside(device_mesh, mesh.tp_mesh) if mesh.tp_mesh is not None else device_mesh
         self.precision, self.reshard_after_forward = precision, reshard
         self.synchronise = True  # whether backward reduces gradients
-        self.all_reduces = True  # whether, over replicas too
-        self.pads = False  # whether a gradient of zeros is left with what a backward does not reach
+        self.all_reduces = True  # whether it all-reduces them over replicas
+        self.pads = False  # whether parameters that backward does not reach get a gradient of zeros
         self.division = Division()
         self.all_reduce_hook: Callable[[torch.Tensor], Any] | None = None
-        self.version = 0  # of the flat shards
+        self.version = 0  # increases with each new layout of the flat shards
         self.flats: list[FlatShard] = []
-        self.extended: list[Extended] = []  # parameters that travel as their classes say
-        self.replaced: list[tuple[weakref.ref[nn.Parameter], nn.Parameter]] = []  # plain ones, by the new
+        self.extended: list[Extended] = []  # parameters of FSDP2's extension protocol
+        self.replaced: list[tuple[weakref.ref[nn.Parameter], nn.Parameter]] = []  # (plain, its replacement)
         self.unsharded: list[tuple[nn.Parameter, int]] = []  # with their versions, between `unshard` and `reshard`
         entries = []
         for places, dim in zip(holders, shard_dims, strict=True):
@@ -187,19 +187,19 @@ class ParameterGroup:
 
     @property
     def treated(self) -> tuple[Any, ...]:
-        """What a plan depends on, besides the parameters."""
+        """The group's settings that a plan depends on, besides the parameters."""
         return self.version, self.reshard_after_forward, self.division, self.all_reduce_hook is not None
 
     def same(self) -> bool:
-        """Whether all parameters are still the slices that they were; a table that changed is not seen here."""
+        """Whether all parameters are still slices of the flat shards. Does not see changes to a module's tables."""
         return all(all(starmap(is_, map(_local_now_and_then, flat.entries))) for flat in self.flats) and all(
             one.local is one.entry.local for one in self.extended
         )
 
     def follow(self) -> None:
-        """Takes the parameters that hang in the modules now, and lays the flat shards out anew if there are others.
+        """Adopts the parameters that the modules hold now. Lays the flat shards out anew if any has changed.
 
-        Raises ``ValueError`` for one that is no DTensor on the mesh, or is gone.
+        Raises ``ValueError`` for a parameter that is no DTensor on the mesh, or was deleted.
         """
         changed = not self.same()
         for entry in self.entries:
@@ -243,8 +243,8 @@ class ParameterGroup:
             self._lay_out([entry for flat in self.flats for entry in flat.entries])
 
     def _spec(self, parameter: torch.Tensor, tp: TensorParallel | None, shard_dim: int) -> DTensorSpec:
-        """As FSDP2 says it, but that what no plan named is ``Replicate`` along tp, which it is; FSDP2 leaves the axis
-        out, and norms and foreach updates of both kinds together fail there."""
+        """The DTensor spec, as FSDP2 has it, except that a parameter that no plan names is ``Replicate`` along tp.
+        FSDP2 leaves that axis out, so norms and foreach updates of both kinds together fail there."""
         shape = parameter.shape
         meta = TensorMeta(shape, contiguous_stride(shape), parameter.dtype)
         rows = Shard(shard_dim)
@@ -252,13 +252,13 @@ class ParameterGroup:
         if self.mesh.tp_mesh is not None:
             dim = tp.dim if tp is not None else None
             beyond = (Replicate() if dim is None else Shard(dim),)
-            if dim == shard_dim and self.mesh.tp > 1:  # rows of a part of the rows
+            if dim == shard_dim and self.mesh.tp > 1:  # ranks divide the rows of one tp part
                 rows = StridedShard(dim, split_factor=self.mesh.tp)
         first = () if self.device_mesh.ndim == 1 else (Replicate(),)
         return DTensorSpec(self.all_axes, (*first, rows, *beyond), tensor_meta=meta)
 
     def _shard(self, plain: nn.Parameter, holders: list[Holder], shard_dim: int) -> Entry:
-        """This rank's rows, as a DTensor, in the parameter's place."""
+        """Replaces the parameter in its modules by a DTensor of this rank's rows."""
         tp = tensor_parallel(holders[0][1], plain)
         spec = self._spec(plain, tp, shard_dim)
         entry = Entry(plain, holders, spec, tp, shard_dim)
@@ -270,7 +270,7 @@ class ParameterGroup:
                 local = local_part(plain).narrow(shard_dim, first, last - first)
                 if not plain.is_meta:
                     local = local.to(self.mesh.device)
-        # Without the slice's offset: see `part_of`.
+        # `blank` has no storage offset: see `part_of`.
         blank = DTensor(torch.empty(0, dtype=local.dtype, device=local.device), spec, requires_grad=False)
         made = nn.Parameter(blank, requires_grad=plain.requires_grad)
         made._local_tensor = local  # type: ignore[attr-defined]
@@ -285,9 +285,9 @@ class ParameterGroup:
 
     @torch.no_grad()
     def _lay_out(self, entries: Sequence[Entry]) -> None:
-        """New flat shards of these parameters, whose local tensors become views of them.
+        """Makes new flat shards for these parameters. Their local tensors become views of the new flat shards.
 
-        Raises ``ValueError`` where gradients were held back of the old ones.
+        Raises ``ValueError`` where the old ones hold back gradients.
         """
         if any(flat.waits for flat in self.flats) or any(one.waits for one in self.extended):
             raise ValueError(
@@ -325,7 +325,7 @@ class ParameterGroup:
 
     @torch.no_grad()
     def move(self, places: Mapping[FlatShard, torch.Tensor]) -> None:
-        """The flat shards into this memory, values and all."""
+        """Moves the flat shards into this memory, with their values."""
         moved = []
         for flat in self.flats:
             tensor = places[flat]
@@ -340,11 +340,11 @@ class ParameterGroup:
         self.flats = moved
         self.version += 1
 
-    # What a person may ask for between calls.
+    # What the user may call between calls of the model.
 
     @torch.no_grad()
     def unshard(self) -> None:
-        """Registers whole, plain parameters with the modules, in the dtype that is computed in. Collective."""
+        """Registers whole, plain parameters with the modules, in the compute dtype. Collective."""
         if self.unsharded:
             return
         world = self.mesh.shard
@@ -355,7 +355,7 @@ class ParameterGroup:
             sizes = widths(flat.buffer, world)
             for entry, slot, size in zip(flat.entries, flat.buffer.slots, sizes, strict=True):
                 values = whole(full[:, slot.offset : slot.offset + size], slot.leaf, world).clone()
-                if entry.tp is not None and self.mesh.tp_mesh is not None:  # gathered, it is what a plan made of it
+                if entry.tp is not None and self.mesh.tp_mesh is not None:  # a DTensor along tp, as the plan made it
                     placement = Replicate() if entry.tp.dim is None else Shard(entry.tp.dim)
                     values = DTensor.from_local(values, self.mesh.tp_mesh, (placement,), run_check=False)
                 self._register(entry, values)
@@ -363,14 +363,15 @@ class ParameterGroup:
             self._register(one.entry, one.gathered())
 
     def _register(self, entry: Entry, values: torch.Tensor) -> None:
-        """A whole parameter of these values in the modules."""
+        """Registers a whole parameter with these values in the modules."""
         whole = nn.Parameter(values, entry.parameter.requires_grad)
         for module, name in entry.holders:
             module._parameters[name] = whole
         self.unsharded.append((whole, whole._version))
 
     def reshard(self) -> None:
-        """Registers the sharded parameters again. Raises ``RuntimeError`` where the whole ones were written or used."""
+        """Registers the sharded parameters again. Raises ``RuntimeError`` if a whole one was written or got a
+        ``grad``."""
         held, self.unsharded = self.unsharded, []
         if not held:
             return

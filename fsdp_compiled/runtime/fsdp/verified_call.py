@@ -1,11 +1,11 @@
-"""Calls under `fully_shard` held against eager PyTorch: the module's own code, on the same weights, inputs, modes and
+"""Compares calls under `fully_shard` with eager PyTorch: the module's own code, on the same weights, inputs, modes and
 random numbers.
 
     forward     the module's code; then the program; what they return is compared
     backward    the same, with the derivatives that the user's loop gives; the gradients' means over ranks are compared
 
 The eager forward's graph is kept until the first backward that reduces gradients of the module. A difference is an
-error on every rank, before forward returns or a gradient is left.
+error on every rank, before forward returns or any gradient is left in ``grad``.
 """
 
 from __future__ import annotations
@@ -41,6 +41,7 @@ from fsdp_compiled.runtime.verify import (
     gradient_bound,
     gradients_compared,
     is_due,
+    largest_of,
     returned_otherwise,
     tell_once,
 )
@@ -52,13 +53,14 @@ CURE = (
 
 
 class VerifiedCalls:
-    """Which calls of one module are verified, with the parameters as they are."""
+    """Decides which calls of one module are verified, and runs them eagerly. It belongs to one plan of the
+    parameters."""
 
     def __init__(self, made: ModulePlan, module: nn.Module, function: Callable[..., Any]) -> None:
         self.made, self.module = made, module
         self._function = function
-        self._counts: dict[int, int] = {}  # by program's number
-        self._traced: dict[int, dict[str, Any]] = {}  # plain attributes of modules at the first call, by the same
+        self._counts: dict[int, int] = {}  # calls so far, by the program's number
+        self._traced: dict[int, dict[str, Any]] = {}  # modules' plain attributes at its first call, by the same
         self.told: set[str] = set()
         self.places: dict[int, Place] = {
             id(entry.parameter): (buffer.key, slot.name)
@@ -67,7 +69,7 @@ class VerifiedCalls:
         }
 
     def due(self, compiled: Compiled) -> bool:
-        """Whether this call of the program is one, which is counted. The same on every rank."""
+        """Whether to verify this call of the program. Counts the call. The same on every rank."""
         if compiled.random and (self.made.plan.device.type == "cuda" or self.made.mesh.tp > 1):
             tell_once(self.told, self.made.mesh, f"{compiled.label}{DRAWS}")
             return False
@@ -79,7 +81,7 @@ class VerifiedCalls:
         return is_due(self.made.plan.policy.verify, count)
 
     def run(self, compiled: Compiled, request: Request, args: tuple[Any, ...], named: dict[str, Any]) -> Verified:
-        """The module's forward, by its own code. Collective; nothing is changed by it."""
+        """Runs the module's forward by its own code. Changes nothing. Collective."""
         begun = time.perf_counter()
         plain = attributes(self.module)
         changed = changes(self._traced.setdefault(compiled.number, plain), plain)
@@ -89,7 +91,7 @@ class VerifiedCalls:
         closed = compiled.capture.guards.closed.tensors.values()
         inputs = [one for one in pytree.tree_leaves((args, named)) if isinstance(one, torch.Tensor)]
         others = [*inputs, *closed, *request.closed.values()]
-        args, named = pytree.tree_map(lambda one: one, (args, named))  # whose containers the code may change
+        args, named = pytree.tree_map(lambda one: one, (args, named))  # new containers, which the code may change
         try:
             with (
                 traced(),
@@ -112,7 +114,7 @@ class VerifiedCalls:
 
 
 class Verified:
-    """One call: what eager PyTorch gave, and gives in backward."""
+    """One verified call: the eager forward's results, and its backward."""
 
     def __init__(
         self, owner: VerifiedCalls, compiled: Compiled, run: EagerRun, result: Any, changed: str, drawn: torch.Tensor,
@@ -122,12 +124,12 @@ class Verified:
         self._result, self._drawn, self._took = result, drawn, took
         lent = owner.made.lent
         self._before = [(one, one.clone()) for one in (*lent.buffers.values(), *lent.constants.values())]
-        self._results: list[torch.Tensor | None] = []  # by the place among the program's results
+        self._results: list[torch.Tensor | None] = []  # eager results, by the place among the program's results
 
     def compare(self, found: Any, outputs: Mapping[Port, torch.Tensor], results: Sequence[Port]) -> None:
-        """Raises `RankError` on every rank where forward returned something else, with buffers as before.
+        """Raises `RankError` on every rank where forward returned something else, after it restored the buffers.
 
-        ``found``: what it returned; ``outputs``: the tensors in it; ``results``: those that have derivatives.
+        ``found``: forward's return value; ``outputs``: the tensors in it; ``results``: those that have derivatives.
         Collective.
         """
         said = returned_otherwise(found, self._result, self._owner.made.plan)
@@ -148,7 +150,7 @@ class Verified:
         self._result, self._before = None, []
 
     def backward(self, tangents: Sequence[torch.Tensor | None]) -> bool:
-        """The module's backward from these derivatives, once; whether it was made. Collective."""
+        """Runs the eager backward from these derivatives, once. Returns whether it ran. Collective."""
         results, self._results = self._results, []
         given = [
             (one, tangent)
@@ -161,7 +163,8 @@ class Verified:
             return False
         try:
             if given:
-                with traced():
+                # A checkpointed part of the model runs again.
+                with traced(), self._run.put_back(self._owner.module, self._owner._function):
                     self._run.backward([one for one, _ in given], [tangent for _, tangent in given])
         except Exception as error:
             failure = error
@@ -170,22 +173,24 @@ class Verified:
         return True
 
     def compare_gradients(self, found: Mapping[Entry, DTensor]) -> None:
-        """Raises `RankError` on every rank where these are not the gradients' means. Collective."""
+        """Raises `RankError` on every rank where these gradients differ from the means of the eager ones.
+        Collective."""
         made = self._owner.made
         mine = {made.names[entry]: gradient.to_local() for entry, gradient in found.items()}
         bound, least = gradient_bound(made.plan)
         whole = {
             slot.name: (slot.leaf, means[slot.name])
             for buffer, means in self._run.means(made.mesh.tp / made.mesh.world)
-            for slot in buffer.slots
+            for slot, entry in zip(buffer.slots, made.rows[buffer.key].entries, strict=True)
             if slot.name in means and buffer.division == Division() and not buffer.hooked
+            if entry.parameter.requires_grad  # it may have been frozen since forward
         }
-        largest = max((float(mean.abs().max()) for _, mean in whole.values() if mean.numel()), default=0.0)
+        largest = max((largest_of(mean) for _, mean in whole.values()), default=0.0)
         said = None
         for name, (leaf, mean) in whole.items():
             first, last = own_rows(leaf, made.plan.shard, made.mesh.shard_rank)
             own = mean.narrow(leaf.shard_dim, first, last - first)
-            spread = bound * (float(mean.abs().max()) if mean.numel() else 0.0) + least * largest + TINY
+            spread = bound * largest_of(mean) + least * largest + TINY
             gradient = mine.get(name, torch.zeros_like(own))
             wrong = ~((gradient - own).abs() <= spread) & own.isfinite()
             said = said or first_off(f"the gradient of {name}", gradient, own, wrong)
