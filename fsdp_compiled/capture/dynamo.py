@@ -2,9 +2,9 @@
 
     objective(tensors, args, kwargs) = loss(model that holds these tensors, args, kwargs)
 
-`torch.compile` traces the objective whole, on fake tensors, so that capturing costs no memory for the weights; the
-program taken is AOTAutograd's joint graph, before any partitioner. The graph is differentiated with respect to the
-loss alone (``aux`` is detached), and the loss's tangent becomes the constant 1.
+`torch.compile` traces the whole objective on fake tensors, so a capture needs no memory for the weights. The program is
+AOTAutograd's joint graph, taken before any partitioner. Of loss and ``aux`` only the loss is differentiated (``aux`` is
+detached), and its tangent becomes the constant 1.
 """
 
 from __future__ import annotations
@@ -84,13 +84,13 @@ def trace_whole(
     parts: Parts | None = None,
     groups: dict[str, str] | None = None,
 ) -> Capture:
-    """Traces ``loss(model, *args, **kwargs)`` with its gradient, or, without, the model's forward alone.
+    """Traces ``loss(model, *args, **kwargs)``. ``gradient``: whether to differentiate it.
 
-    ``results``: what ``loss`` returns is no loss, but any structure. Each tensor in it is differentiated, by a
-    derivative that is an input of the program (``tangent``); tensors of the batch that require gradients get them.
-    ``tensors`` and the tensors of the batch are fake tensors of one mode; which parameters require gradients is read
-    off them. ``modes``: the modes to trace under, where they are not those of the moment. ``parts``: which tensors
-    are parts of DTensors. ``groups``: see `name_axes`. Raises `CaptureError` with the user's line and the cure.
+    ``results``: ``loss`` returns any structure, not a loss. The program then differentiates each tensor in it, with its
+    derivative as an input (``tangent``), and tensors of the batch that require gradients get them. ``tensors`` and the
+    tensors of the batch are fake tensors of one mode; their ``requires_grad`` says which parameters get gradients.
+    ``modes``: the modes to trace under, if not the current ones. ``parts``: which tensors are shards of DTensors.
+    ``groups``: see `name_axes`. Raises `CaptureError` with the user's line and the cure.
     """
     parts = _placed(parts or Parts())
     objective = Objective(inside(model), loss)
@@ -127,10 +127,10 @@ def trace_whole(
         return value, own(aux), pair, replaced, said, touched
 
     def trace(symbolic: Collection[str] = ()) -> Trace:
-        """One run of Dynamo, with these sources of integers as unknowns. What it changed is not undone yet."""
+        """One run of Dynamo, with the integers at these sources as symbols. The caller must undo its side effects."""
         if not uses("equal blocks") or any(map(is_wrapped, tensors.plain.values())):
             return walk(symbolic)
-        repeats = Repeats(objective.model, answers.two)
+        repeats = Repeats(objective.model, answers)
         try:
             with repeats.watched():
                 return walk(symbolic, repeats)
@@ -142,13 +142,13 @@ def trace_whole(
 
     def walk(symbolic: Collection[str], repeats: Repeats | None = None) -> Trace:
         made = Trace(tensors, batch_tensors(args, kwargs), list(places_of(objective.model)), symbolic)
-        # Dynamo keeps its cache, and counts recompilations, by code object: each trace brings one of its own.
+        # Dynamo keeps its cache and counts recompilations by code object, so each trace gets a new one.
         fresh = types.FunctionType(
             function.__code__.replace(), function.__globals__, "objective", None, function.__closure__
         )
         recorder = Recorder(objective.model, wrapped, taken=not results, failed=failed, answers=answers)
         options = {"guard_filter_fn": recorder.select}
-        backend = [made.backend]  # until it is traced: Dynamo holds for good what it was given, which holds the model
+        backend = [made.backend]  # emptied after the trace: Dynamo keeps its backend forever, and this holds the model
         compiled = torch.compile(
             fresh, backend=lambda *given: backend[0](*given), fullgraph=True, dynamic=False, options=options
         )
@@ -163,7 +163,7 @@ def trace_whole(
         try:
             with torch.compiler.config.patch(unbacked_sources=",".join(symbolic)), in_place(places, made.tensors):
                 value, aux, pair, replaced, said, made.touched = compiled(named, args, dict(kwargs), buffers)
-                if any("mkldnn.enabled" in guard.name for guard in recorder.kept):  # which `_dynamo` sets
+                if any("mkldnn.enabled" in guard.name for guard in recorder.kept):  # `_dynamo` sets it
                     raise CaptureError(
                         "Forward or the loss reads torch.backends.mkldnn.enabled, which is False while a model is "
                         "traced.\n  Cure: read it outside, and pass a flag."
@@ -214,7 +214,7 @@ def trace_whole(
         failed_lookups(failed),
         noted(answers),
         unwrapped(objective),
-        put_back(objective.model),  # after all that is undone, which knows the tensors of the trace alone
+        put_back(objective.model),  # runs after all undoing, which only knows the trace's fake tensors
     ):
         try:
             made = trace()
@@ -241,7 +241,7 @@ def trace_whole(
         made.guards.closed.numbers = made.numbers(made.guards.scope)
         name_axes(program, parts.mesh, groups)
     leaves = tuple(made.outputs.get(id(leaf)) or closed(leaf, made) for leaf in made.flat)
-    made.results.clear()  # Dynamo's code, which the guards keep, holds the function that returned them
+    made.results.clear()  # the guards keep Dynamo's code, which holds the function that returned these
     lain = {leaf: one for leaf, one in zip(leaves, made.layouts) if one is not None and isinstance(leaf, Port)}
     carried = {name.removeprefix("model.") for name in made.touched} if results else set()
     carried |= {name for name, new in made.side_effects.state.items() if new.requires_grad}
@@ -249,12 +249,13 @@ def trace_whole(
 
 
 def _check_next(made: Trace, trace: Callable[[Collection[str]], Trace]) -> None:
-    """Raises `CaptureError` if the next call, which finds what this one has left, would compute something else."""
+    """Raises `CaptureError` if the next call, which starts from the side effects of this one, would compute something
+    else."""
     left = made.side_effects
     made.mutations.go_far()
     try:
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "The .grad attribute")  # Dynamo looks at it, of what the first trace left
+            warnings.filterwarnings("ignore", "The .grad attribute")  # Dynamo reads it on the first trace's tensors
             again = trace(left.symbolic)
     except (Unsupported, UserError, TorchDynamoException, RuntimeError, ValueError) as error:
         raise CaptureError(f"{left.refusal()}\n{user_line(error)}\n  Why: {reason(error)}") from error
@@ -265,7 +266,7 @@ def _check_next(made: Trace, trace: Callable[[Collection[str]], Trace]) -> None:
 
 
 def _placed(parts: Parts) -> Parts:
-    """By the names in the objective, without the wrappers of `unwrapped`."""
+    """The parts under their names in the objective, without the wrappers that `unwrapped` takes off."""
     return replace(
         parts,
         placements=tuple(
@@ -276,13 +277,13 @@ def _placed(parts: Parts) -> Parts:
 
 @contextlib.contextmanager
 def _dynamo(asked: set[str]) -> Iterator[None]:
-    """Dynamo as capturing needs it.
+    """Inside, Dynamo has the settings that a capture needs.
 
-    nn.LSTM and its kin are traced: Dynamo steps aside for them unless told not to, and the fused CPU operator that
-    they would become cannot be traced with its gradient. `torch.autograd.grad` inside the loss is traced too. A stance
-    or setting of the user's that turns `torch.compile` off is for the user's own functions. What PyTorch logs of an
-    operator that fails on fake tensors, twenty lines, is in the error that follows; and in 2.11 it cannot write down
-    the functions in ``ignore_logging_functions`` for its statistics, and says so at length.
+    Dynamo traces nn.LSTM and similar modules, which it skips by default, and `torch.autograd.grad` inside the loss. The
+    fused CPU operator for nn.LSTM is off, since it cannot be traced with its gradient. If the user's stance or setting
+    turns `torch.compile` off, it does not apply here. Two loggers are silent: one writes twenty lines on an operator
+    that fails on fake tensors, which the error that follows says too; the other complains in 2.11 that it cannot
+    serialize the functions in ``ignore_logging_functions`` for its statistics.
     """
     onednn: Any = torch.backends.mkldnn
     substitute()
@@ -294,8 +295,8 @@ def _dynamo(asked: set[str]) -> Iterator[None]:
     wanted = {"allow_rnn": True, "trace_autograd_ops": True, "ignore_logging_functions": speech(), "disable": False}
     wanted["skip_nnmodule_hook_guards"] = False
     wanted["run_gc_after_compile"] = False  # up to a tenth of a small capture; garbage is collected in its own time
-    wanted["use_lamba_guard_for_object_aliasing"] = False  # in C++: Python's, of a config in 96 layers, is read slowly
-    # A dictionary that is as it was says nothing of another one that must hold the same tensor: torch 2.11 took it so.
+    wanted["use_lamba_guard_for_object_aliasing"] = False  # in C++: Python's guard is slow for a config in 96 layers
+    # An unchanged dictionary does not prove that another one still holds the same tensor; torch 2.11 assumed it did.
     wanted["skip_tensor_guards_with_matching_dict_tags"] = wanted["use_recursive_dict_tags_for_guards"] = False
     try:
         with (

@@ -1,14 +1,14 @@
-"""What a trace asked of Python past all guards, asked again at every call.
+"""Answers that a trace got from Python and that Dynamo does not guard. Every call checks that they are still the same.
 
-    if self.first is self.second:               two objects that are not one: they stay two
-    mask = table(8)                             a function under `functools.lru_cache`: it returns the same object
-    if log.isEnabledFor(logging.DEBUG):         a logger: it answers the same
-    if isinstance(self.part, Kind):             an ABC: nothing is registered with it that the trace came to
-    if sys.getrecursionlimit() > 2000:          the interpreter: it answers the same
+    if self.first is self.second:               two objects that differ: they must stay two
+    mask = table(8)                             a function under `functools.lru_cache`: it must return the same object
+    if log.isEnabledFor(logging.DEBUG):         a logger: it must answer the same
+    if isinstance(self.part, Kind):             an ABC: no class that the trace reached may be registered with it later
+    if sys.getrecursionlimit() > 2000:          the interpreter: it must answer the same
 
-Dynamo answers each of these while it traces, and guards none: of two objects it notes that they are one, and not that
-they are two; it looks through `lru_cache`, so that a random table would be drawn at every call; and it calls a logger's
-methods nothing at all. A number of NumPy's is an array to it, and what asks for its class is refused.
+Dynamo answers each of these while it traces, and guards none. It has a guard that two objects are one, but none that
+they are two. It traces into functions under `lru_cache`, so that a program would draw a random table at every call. It
+ignores a logger's methods. It treats a NumPy number as an array, so code that asks for its class is refused.
 Written for torch 2.11 to 2.14.
 """
 
@@ -40,7 +40,7 @@ from fsdp_compiled.torch_private.names import TABLE, attribute, find, has, uses
 HANDLERS, CACHED, LOGGER, NUMBER, OBJECT, *COMPARE = TABLE["answers of Python"].names[:7]
 ASKED = ("isEnabledFor", "getEffectiveLevel", "hasHandlers")  # of loggers
 INTERPRETER = ("getrecursionlimit", "get_int_max_str_digits")  # of `sys`
-# What Dynamo guards by its value, or by its address.
+# The types of objects that Dynamo guards by value, or by address.
 GUARDED = (
     int, float, complex, str, bytes, bool, type(None), enum.Enum, type, types.ModuleType, types.FunctionType,
     types.BuiltinFunctionType, torch.dtype, torch.device,
@@ -49,11 +49,12 @@ SIGNATURE = ("L['named']", "L['args']", "L['kwargs']", "L['buffers']")
 
 
 class Answers:
-    """What one capture asked. ``cached``: what functions under `lru_cache` returned, at home in the objective."""
+    """The answers that one capture got. ``cached``: the objective's list of results of functions under `lru_cache`."""
 
     def __init__(self, cached: list[Any]) -> None:
-        self.two: dict[str, str] = {}  # a comparison of two objects, and the one on its left, by Dynamo's names
-        self.calls: dict[str, tuple[Callable[[], Any], Any]] = {}  # by what is said of it: a call, and its answer
+        self.two: dict[str, str] = {}  # the text of a comparison -> the object on its left, by Dynamo's names
+        self.compared = 0  # how often
+        self.calls: dict[str, tuple[Callable[[], Any], Any]] = {}  # the text of a call -> the call, and its answer
         self.cached = cached
 
     def differ(self, left: Any, right: Any) -> None:
@@ -66,9 +67,11 @@ class Answers:
         first, second = (source.name for source in sources)
         if first != second and not any(given in f"{first} {second}" for given in SIGNATURE):
             self.two[f"{first} is {second}"] = first
+            self.compared += 1
 
     def of(self, values: Collection[Any], code: Collection[types.CodeType]) -> Asked:
-        """What has to hold of a program; ``values``: what the trace came to, ``code``: what it went through."""
+        """The answers that a program relies on. ``values``: the objects that the trace reached; ``code``: the code that
+        it went through."""
         names = {name for one in code for name in one.co_names}
         calls = self.calls | {
             f"sys.{name}()": (read := getattr(sys, name), read()) for name in INTERPRETER if name in names
@@ -94,7 +97,7 @@ class Asked:
         return [issubclass(one, kind) for one, kind in self._pairs]
 
     def changed(self, scope: dict[str, Any]) -> str | None:
-        """Which has another answer now."""
+        """The first question whose answer has changed; None if none has."""
         if self._code is not None and any(found := eval(self._code, scope)):
             return list(self._two.values())[found.index(True)]
         for name, (ask, was) in self._calls.items():
@@ -115,7 +118,7 @@ def _same(now: Any, was: Any) -> bool:
 
 
 def _value(variable: Any) -> Any:
-    """The object that a variable of Dynamo's stands for, where it says so."""
+    """The object that Dynamo's variable stands for, if it is a constant; else the variable itself."""
     with contextlib.suppress(Exception):
         return variable.as_python_constant()
     return variable
@@ -196,7 +199,7 @@ def noted(answers: Answers) -> Iterator[None]:
 
 
 def _of_cache(answers: Answers, tx: Any, wrapper: Any, args: Any, kwargs: Any) -> Any:
-    """What a function under `lru_cache` returns: it is called, as eager PyTorch calls it."""
+    """Calls a function under `lru_cache`, as eager PyTorch does, and returns Dynamo's variable for its result."""
     name = wrapper.__qualname__
     try:
         given = [one.as_python_constant() if one.python_type() is not int else _whole(one) for one in args]
@@ -225,5 +228,5 @@ def _of_cache(answers: Answers, tx: Any, wrapper: Any, args: Any, kwargs: Any) -
 
 
 def _whole(one: Any) -> int:
-    """An integer, which the program is for from here on where it is a size."""
+    """The integer as a constant. If it is a size that moves, the program is for this size only from here on."""
     return one.evaluate_expr() if hasattr(one, "evaluate_expr") else one.as_python_constant()

@@ -1,4 +1,4 @@
-"""Dynamo walks through the first two of a list of equal blocks; what it wrote of the second is written again.
+"""Dynamo walks through the first two of a list of equal blocks; its nodes for the second are written again for others.
 
     model(x)                Dynamo                     graph
 
@@ -7,16 +7,16 @@
     x = layers[2](x)        does not walk              the same, of layers.2      written_blocks
     ...
 
-Dynamo's guards are the exact statement of what its walk through a block took for granted. A walk through another block
-writes the same calls if all of these hold there, with one block in the place of the other; if its arguments are tensors
-that lie alike, and the same numbers; under the same modes; and where what was there before the trace is what it was,
-but for the same `changes`. Where any of it cannot be said, the block is walked through. What is written is what the
-walk would have written: an input for each of the block's own tensors, calls with values worked out on fake tensors, the
-modules and lines they came from, and those guards of this block that are kept, which are asked again at each step. When
-Dynamo has built these, their texts are compared with the walked block's.
+Dynamo's guards state exactly what its walk through a block relied on. A walk through another block writes the same
+calls if four things hold: all of these guards, with one block in the place of the other; its arguments are the same
+numbers, and tensors of the same layout; the modes are the same; and objects from before the trace are unchanged, except
+for the same `changes`. If any of this cannot be told, Dynamo walks through the block. Otherwise this package writes
+what the walk would have written: an input for each of the block's own tensors, calls with values computed on fake
+tensors, the modules and lines they came from, and the block's guards that are kept, which every step checks. When
+Dynamo has built these guards, their texts are compared with the walked block's.
 
-Reaches into Dynamo, of torch 2.11 to 2.14; `RepeatError`, and any other failure in here, is answered by
-tracing again without (`dynamo.trace_whole`).
+This file patches Dynamo of torch 2.11 to 2.14. After a `RepeatError`, or any other failure in here,
+`dynamo.trace_whole` traces again without it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import contextlib
 import functools
 import logging
 import threading
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 from torch import nn
@@ -36,6 +36,7 @@ from fsdp_compiled.capture.blocks.walked_blocks import Before, WalkedBlock
 from fsdp_compiled.capture.blocks.written_blocks import RepeatError, WrittenBlock
 from fsdp_compiled.capture.guards import Recorder, is_own, plain_names
 from fsdp_compiled.capture.object_identity import has_text
+from fsdp_compiled.capture.python_answers import Answers
 from fsdp_compiled.torch_private.dynamo import (
     CheckFunctionManager,
     Guard,
@@ -53,7 +54,7 @@ LOCK = threading.RLock()  # Dynamo, too, traces for one thread at a time
 
 
 class Unseen(NamedTuple):
-    """A block in the place of Dynamo's variable for it, which is made when it looks at it."""
+    """Stands for Dynamo's variable of a block, which Dynamo makes only when it looks at the block."""
 
     value: nn.Module
     source: Source
@@ -63,13 +64,13 @@ class Unseen(NamedTuple):
 
 
 class Repeats:
-    """The equal blocks of a model, while Dynamo traces it. ``compared``: which objects it found to be two, so far."""
+    """The equal blocks of a model, while Dynamo traces it. ``answers``: what the trace asks of Python."""
 
-    def __init__(self, model: nn.Module, compared: Collection[str]) -> None:
-        self._compared = compared
+    def __init__(self, model: nn.Module, answers: Answers) -> None:
+        self._answers = answers
         self.wrote = False  # whether a block was written that was not walked through
         self.failed = False  # whether a block was begun and not ended
-        self._lists: dict[int, tuple[int, type]] = {}  # by block, which of many of one class it is among
+        self._lists: dict[int, tuple[int, type]] = {}  # for each block, its list: a parent's children of one class
         for parent in model.modules():
             same: dict[type, dict[int, nn.Module]] = {}
             for child in parent.children():
@@ -81,11 +82,11 @@ class Repeats:
         self._visited: set[tuple[int, type]] = set()
         self._walked: dict[tuple[int, type], WalkedBlock] = {}
         self.written: list[WrittenBlock] = []  # in the newest trace
-        self._tensors: set[int] = set()  # their own, by identity
-        self.built: list[tuple[WrittenBlock, int, Guard]] = []  # that Dynamo built: of the walked block's list, which
+        self._tensors: set[int] = set()  # their own tensors, by identity
+        self.built: list[tuple[WrittenBlock, int, Guard]] = []  # guards that Dynamo built, with their places (`guard`)
         self._unseen: dict[int, LazyVariableTracker] = {}  # blocks that Dynamo did not look at, by identity
         self._told: set[str] = set()
-        self._inside = 0  # of how many blocks Dynamo walks
+        self._inside = 0  # how many nested blocks Dynamo is walking through
         self._objects: Objects | None = None
         self._until_traced = contextlib.ExitStack()
 
@@ -158,7 +159,7 @@ class Repeats:
             finally:
                 self._inside -= 1
 
-        if mine not in self._visited:  # it alone reads first what all of them read
+        if mine not in self._visited:  # only the first block to be called reads shared values for the first time
             self._visited.add(mine)
             return walked()
         before: Before | None = None
@@ -169,11 +170,11 @@ class Repeats:
             if (like := self._walked.get(mine)) is not None:
                 return self._write(like, call)
             before = Before(call)
-        compared = len(self._compared)
+        compared = self._answers.compared
         result = walked()
         if before is not None:
             with self._answered(variable):
-                if len(self._compared) > compared:
+                if self._answers.compared > compared:
                     raise Unlike("it compares two objects, and which ones another has nobody would ask")
                 inside = [one for one in self.written if one.call.source.name.startswith(call.source.name)]
                 guards = [block.guard(place) for block in inside for place in range(len(block.walked.guards))]
@@ -181,7 +182,7 @@ class Repeats:
         return result
 
     def _call_unseen(self, variable: LazyVariableTracker, tx: Any, args: Any, kwargs: Any) -> Any:
-        """The same of a block that Dynamo has not looked at, which it need not; None where it is to."""
+        """The same for a block that Dynamo has not looked at yet; None if Dynamo must look at it."""
         if variable.is_realized() or tx.output is not self._output:
             return None
         module = variable.original_value()
@@ -199,7 +200,7 @@ class Repeats:
     def _write(self, like: WalkedBlock, call: BlockCall) -> Any:
         tensors, values = like.check(call, self._tensors)
         if not self.written:
-            # What differentiates later would look for a way through values that were not computed.
+            # A later `torch.autograd.grad` would look for a path through values that were not computed.
             self._until_traced.enter_context(config.patch(trace_autograd_ops=False))
         block = WrittenBlock(like, call, values)
         result = block.write(tensors, out=self._inside > 0 or not like.can_stand)
@@ -210,7 +211,7 @@ class Repeats:
 
     @contextlib.contextmanager
     def _answered(self, variable: Any) -> Iterator[None]:
-        """Says why a block is walked through; what else is raised inside means that all of them are to be."""
+        """Logs why a block is walked through (`Unlike`). Any other error inside means that all blocks must be."""
         self.failed = True
         try:
             yield
@@ -222,7 +223,7 @@ class Repeats:
         self.failed = False
 
     def more(self, chosen: Iterable[Guard]) -> list[Guard]:
-        """Of blocks that were not walked through, the guards that are kept. ``chosen``: those of the others."""
+        """The kept guards of blocks that were not walked through. ``chosen``: the kept guards of the others."""
         self.built = []
         kept = set(map(id, chosen))
         places: dict[int, list[int]] = {}  # of guards that are kept, by walked block
@@ -237,12 +238,12 @@ class Repeats:
         return [guard for _, _, guard in self.built]
 
     def tell(self, recorder: Recorder) -> None:
-        """What the guards of blocks look at that were not walked through."""
+        """Tells the recorder what the guards of blocks that were not walked through look at."""
         noted: dict[int, tuple[list[tuple[int, str]], list[Source]]] = {}  # of walked blocks; places of plain tensors
         for block in self.written:
             walked = block.walked
             if (mine := noted.get(id(walked))) is None:
-                # (Of classes, which they have in common, the walked block's guards tell; not of keys and texts.)
+                # (The walked block's guards cover the classes, which blocks share, but not keys and texts.)
                 kinds = [
                     (place, kind)
                     for place, kind in enumerate(walked.kinds)
@@ -253,9 +254,9 @@ class Repeats:
             recorder.meet(walked.there(one, block.call).name for one in mine[1])
 
     def check_guards(self, guards: Iterable[Guard]) -> None:
-        """Raises `RepeatError` unless those of each written block say of it what its like's say of that.
+        """Raises `RepeatError` unless the guards of each written block have the texts of the walked block's guards.
 
-        ``guards``: those that are kept of the others. Dynamo has built them all.
+        ``guards``: the kept guards of the other blocks. Dynamo has built all guards by now.
         """
         texts: dict[str, set[str]] = {}
         for guard in (*guards, *(guard for _, _, guard in self.built)):
