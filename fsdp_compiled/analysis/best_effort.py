@@ -1,8 +1,8 @@
-"""What describes a program never stops it: where a description fails, it says so in its own place.
+"""What describes a program never stops it: a description that fails says so in its own place.
 
     peak: not predicted: IndexError: list index out of range, at scaled_dot_product_attention (memory.py, line 238)
 
-Predictions, estimates and texts read every node of a program, and one of a kind that nobody thought of may be more than
+Predictions, estimates and texts read every node of a program. A node of a kind that nobody thought of may be more than
 they can read. The program runs all the same.
 """
 
@@ -19,7 +19,7 @@ log = logging.getLogger("fsdp_compiled")
 
 
 def attempt(make: Callable[[], T], otherwise: Callable[[str], T]) -> T:
-    """What ``make`` makes; where it raises, ``otherwise``, of the reason in one line."""
+    """The result of ``make``; if it raises, that of ``otherwise``, which gets the reason in one line."""
     try:
         return make()
     except Exception as error:

@@ -1,21 +1,21 @@
 """What kernels and collectives allocate besides their results, and free again.
 
-*Kernels*, on a CPU; each of these was read in PyTorch's code or off the allocator's events:
+*Kernels*, on a CPU. Each of these was read in PyTorch's code or off the allocator's events:
 
-- a pointwise operator copies each operand that is not in the dtype that it computes in, a reduction its input;
-- dropout's mask is such an operand, and its backward makes a product that is scaled into another;
-- norms, softmaxes and losses copy what is not contiguous, a matrix product what is neither that nor transposed;
-- a layer norm's backward adds up its weights' gradients in rows of two a thread;
+- a pointwise operator copies each operand that is not in the dtype that it computes in; a reduction, its input;
+- dropout's mask is such an operand, and its backward makes a product and scales it into another tensor;
+- norms, softmaxes and losses copy what is not contiguous; a matrix product, what is neither that nor transposed;
+- a layer norm's backward adds up its weights' gradients in two rows per thread;
 - a batch norm's backward makes one intermediate of the input's size;
-- flash attention keeps blocks of scores a thread;
+- flash attention keeps blocks of scores per thread;
 - a convolution (oneDNN) works on copies of its tensors in blocked layouts.
 
 In bfloat16 and float16 oneDNN also reorders the operands of matrix products, by rules of its own, which are not here.
 On a GPU flash attention's backward alone is counted; the workspaces of cuBLAS and cuDNN are not.
 
-*Collectives*: gloo gathers into a second copy of the result, and several buffers through a copy of them; it
-reduce-scatters a copy of its input in place. NCCL copies nothing. A gather keeps its input until it is waited for, and
-where nothing is copied a reduce-scatter does.
+*Collectives*: gloo gathers into a second copy of the result, and several buffers through a copy of them. It
+reduce-scatters a copy of its input in place. NCCL copies nothing. A gather keeps its input until it is waited for; so
+does a reduce-scatter if nothing is copied.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def on_wire(node: fx.Node, backend: Backend) -> int:
 
 
 def in_kernel(node: fx.Node) -> int:
-    """Bytes that the node's kernel allocates besides its results, at its height."""
+    """Bytes that the node's kernel allocates besides its results, at its peak."""
     if not isinstance(node.target, torch._ops.OpOverload) or not _may_allocate(node.target):
         return 0
     read = [source.meta["val"] for source in node.all_input_nodes]
@@ -89,7 +89,7 @@ def in_kernel(node: fx.Node) -> int:
 
 
 class Workspaces:
-    """`in_kernel`, worked out once for nodes of one operator and the same fake tensors: equal blocks share theirs."""
+    """Works `in_kernel` out once for nodes of one operator with the same fake tensors: equal blocks share theirs."""
 
     def __init__(self) -> None:
         self._known: dict[tuple[Hashable, ...], int] = {}
@@ -122,12 +122,12 @@ def _may_allocate(target: torch._ops.OpOverload) -> bool:
 
 @cache
 def _only_casts(target: torch._ops.OpOverload) -> bool:
-    """Whether all that the kernel may allocate are operands in the dtype that it computes in."""
+    """Whether the kernel allocates nothing but operands in the dtype that it computes in."""
     return torch.Tag.pointwise in target.tags and not _special(target)
 
 
 def _on_gpu(node: fx.Node) -> int:
-    """Flash attention adds up the queries' gradient in float32, and has a number in float32 for each row."""
+    """Flash attention's backward sums the queries' gradient in float32, and has a float32 number for each row."""
     query = as_traced(node.args[1].meta["val"])  # type: ignore[union-attr]
     return 4 * query.numel() + 4 * query.numel() // query.shape[-1]
 
@@ -152,7 +152,7 @@ CONTIGUOUS = {
 ATTENTION_BACKWARD = {
     aten._scaled_dot_product_flash_attention_backward.default,
     aten._scaled_dot_product_cudnn_attention_backward.default,
-    aten._scaled_dot_product_flash_attention_for_cpu_backward.default,  # of a program that was captured on a CPU
+    aten._scaled_dot_product_flash_attention_for_cpu_backward.default,  # for a program that was captured on a CPU
 }
 PRODUCTS = {aten.mm.default, aten.addmm.default}
 
@@ -190,7 +190,7 @@ def _dropout(node: fx.Node, operands: Tensors, results: Tensors) -> int:
 
 
 def _safe_softmax(node: fx.Node, operands: Tensors, results: Tensors) -> int:
-    return operands[0].numel()  # which scores are minus infinity
+    return operands[0].numel()  # a mask of the scores that are minus infinity
 
 
 def _layer_norm_backward(node: fx.Node, operands: Tensors, results: Tensors) -> int:

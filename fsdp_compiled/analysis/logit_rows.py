@@ -1,10 +1,10 @@
-"""Which values of a program are made row by row of one matrix of logits: of some rows as of all.
+"""Finds the values of a program that are made row by row from one matrix of logits: from some rows as from all.
 
     logits [6, V] -> view [2, 3, V] -> slice [2, 2, V] -> view [4, V] -> log_softmax [4, V] -> ... -> gradient [6, V]
     rows   1 to 6    1 2 3 | 4 5 6     1 2 | 4 5          1 2 4 5        1 2 4 5                      1 2 0 4 5 0
 
-A value is known by the row of logits that each of its own rows is made of, 0 where it is zero (what a slice's backward
-puts where nothing was read), and by what comes after its rows: all classes, one number, or nothing.
+A value is known by the row of logits from which each of its own rows is made (0 where it is zero, which a slice's
+backward puts where nothing was read), and by what follows its rows: all classes, one number, or nothing.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from fsdp_compiled.ir.nodes import is_random, mutated
 aten = torch.ops.aten
 RESHAPES = (aten.view.default, aten._unsafe_view.default, aten.reshape.default)
 COPIES = (aten.clone.default, aten.alias.default, aten.detach.default)
-# Which rows there are, and in which order and shape.
+# These change which rows there are, or their order and shape.
 MOVES = (
     *RESHAPES, *COPIES, aten.slice.Tensor, aten.slice_backward.default, aten.select.int, aten.select_backward.default,
     aten.transpose.int, aten.permute.default, aten.unsqueeze.default, aten.squeeze.dim,
@@ -35,7 +35,7 @@ OVER_CLASSES = (
 LIKE = (aten.full_like.default, aten.zeros_like.default, aten.ones_like.default)
 NEW = (aten.new_zeros.default, aten.new_full.default)
 NLL, NLL_BACKWARD = aten.nll_loss_forward.default, aten.nll_loss_backward.default
-# Zero where this argument is.
+# The result is zero where this argument is.
 ZERO_AT = {
     aten.mul.Tensor: (0, 1), aten.div.Tensor: (0,), aten.tanh_backward.default: (0,),
     aten.sigmoid_backward.default: (0,), aten.threshold_backward.default: (0,),
@@ -44,9 +44,9 @@ ZERO_AT = {
 
 @dataclass(frozen=True)
 class Layout:
-    """Of a value ``[*rows.shape, last]``; ``last`` None: ``[*rows.shape]``."""
+    """The layout of a value ``[*rows.shape, last]``; ``last`` None: of ``[*rows.shape]``."""
 
-    rows: torch.Tensor  # of logits, from 1; 0: zeros
+    rows: torch.Tensor  # numbers of rows of logits, from 1; 0: zeros
     last: int | None
 
     def of(self, chosen: torch.Tensor) -> bool:
@@ -64,7 +64,7 @@ def is_pointwise(target: Any) -> bool:
 
 
 def layout(node: fx.Node, known: Mapping[fx.Node, Layout], classes: int) -> Layout | None:
-    """Of a call that reads values by row; None where it is not made row by row of them."""
+    """The layout of a call that reads values by row; None if it is not made row by row from them."""
     target, args = node.target, node.args
     if target is getitem or mutated(node) or is_random(node) or not isinstance(node.meta.get("val"), torch.Tensor):
         return None
@@ -142,7 +142,7 @@ def _call(target: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def replay(move: fx.Node, value: Any, call: Callable[..., Any], last: int) -> Any:
-    """The same move of another value with these rows, ``[*rows, last]``: made by ``call(target, value, ...)``."""
+    """Makes the same move of another value with these rows, ``[*rows, last]``, by ``call(target, value, ...)``."""
     target, rest = move.target, move.args[1:]
     if target in RESHAPES:
         return call(aten.view.default, value, [*shape_of(move)[:-1], last])
@@ -182,7 +182,7 @@ def _nodes(values: Iterable[Any]) -> list[fx.Node]:
 
 
 def moves_back(node: fx.Node, known: Mapping[fx.Node, Layout], begin: Callable[[fx.Node], bool]) -> list[fx.Node]:
-    """The moves through which a value got its rows since where they ``begin``, that one first."""
+    """The moves through which a value got its rows, in order; the first is the node where they ``begin``."""
     path: list[fx.Node] = []
     while not begin(node):
         if node.target in MOVES:

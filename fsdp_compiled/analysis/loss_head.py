@@ -1,10 +1,10 @@
-"""The linear head whose logits become a loss row by row: what is made of them, and where that ends
+"""The linear head whose logits become a loss row by row: what is made from them, and where that ends
 (`passes.slice_loss`).
 
 Beside the logits of a slice, forward also makes the values of backward that are not by row. Most are constants, masks
-and targets, and are repeated where they are needed. The derivative by the loss may be made of the loss, or come from
-outside. Then there is one number, the root, that all of it is a multiple of: 1 is put in its place, and gradients, each
-of which must be a multiple of it too, are multiplied by it where it is known.
+and targets; these are repeated where they are needed. The derivative by the loss may be made from the loss, or come
+from outside. Then all of it is a multiple of one number, the root. 1 is put in the root's place, and gradients, each of
+which must be a multiple of it too, are multiplied by it where it is known.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Unlike(Exception):
 
 
 def product_of(graph: fx.Graph, ports: Iterable[Port]) -> fx.Node:
-    """The head's, whose logits a cross-entropy reads."""
+    """The head's product, whose logits a cross-entropy reads."""
     losses = graph.find_nodes(op="call_function", target=NLL)
     found = dict.fromkeys(_made_by(node.args[0]) for node in losses)
     if len(found) != 1:
@@ -57,7 +57,7 @@ def product_of(graph: fx.Graph, ports: Iterable[Port]) -> fx.Node:
 
 
 def _made_by(node: Any) -> fx.Node:
-    """Back through what keeps all classes of a row."""
+    """Goes back through operators that keep all classes of a row."""
     classes = shape_of(node)[-1]
     while node.target not in PRODUCTS:
         wide = [one for one in node.all_input_nodes if isinstance(one.meta.get("val"), torch.Tensor)
@@ -70,7 +70,7 @@ def _made_by(node: Any) -> fx.Node:
 
 
 class Head:
-    """What is made of the logits, by row, and where it ends.
+    """What is made from the logits, by row, and where it ends.
 
     known     each value that is made by row, with its rows
     losses    the calls of ``nll_loss``
@@ -89,7 +89,7 @@ class Head:
         self.hidden: Any = product.args[-2]
         self.known = {product: Layout(torch.arange(1, shape[0] + 1), self.classes)}
         self.losses: list[fx.Node] = []
-        self.sinks: dict[fx.Node, fx.Node] = {}  # with the gradient that each reads
+        self.sinks: dict[fx.Node, fx.Node] = {}  # each with the gradient that it reads
         self.exits: dict[fx.Node, None] = {}
         for node in list(graph.nodes):
             if node is not product and any(one in self.known for one in node.all_input_nodes):
@@ -128,7 +128,7 @@ class Head:
         return turned is of or (turned.target is aten.t.default and turned.args[0] is self.hidden)
 
     def _is_sum(self, node: fx.Node, of: Layout) -> bool:
-        """Over all rows, and maybe over classes."""
+        """Whether it is a sum over all rows, and maybe over classes."""
         if of.last != self.classes or (node.meta.get("phase") != "backward"):
             return False
         if node.target is aten.sum.default:
@@ -161,7 +161,7 @@ class Head:
 
 
 aten = torch.ops.aten
-# A multiple of the first argument.
+# The result is a multiple of the first argument.
 SAME = (
     *MOVES, aten.expand.default, aten._to_copy.default, aten.neg.default, aten.sum.dim_IntList, aten.mean.dim,
     aten.sum.default, aten.gather.default, aten.mul.Scalar, aten.div.Scalar,
@@ -170,7 +170,7 @@ EITHER = (aten.add.Tensor, aten.sub.Tensor)
 
 
 class EarlyValues:
-    """``known``: what is made by row, and ``losses`` of it. Repeats what stands from ``begin`` on."""
+    """Repeats what stands from ``begin`` on. ``known``: what is made by row; ``losses``: the losses made of it."""
 
     def __init__(self, edit: Edit, known: Collection[fx.Node], losses: Collection[fx.Node], begin: fx.Node) -> None:
         self.edit, self.by_row = edit, {*known, *losses}
@@ -200,7 +200,7 @@ class EarlyValues:
         return node in self.outside or (node.op == "call_function" and self.order[node] >= self.begin)
 
     def is_unknown(self, node: fx.Node) -> bool:
-        """Whether it is made of the loss, or comes from outside."""
+        """Whether it is made from the loss, or comes from outside."""
         stack = [node]
         while stack:
             one = stack[-1]
@@ -217,7 +217,7 @@ class EarlyValues:
         return self._unknown[node]
 
     def root(self, made: Iterable[fx.Node], sinks: Iterable[fx.Node], exits: Iterable[fx.Node]) -> fx.Node | None:
-        """The number that gradients are multiples of and that is not known yet; 1 stands for it from now on."""
+        """The number, not known yet, of which gradients are multiples; from now on 1 stands for it."""
         read = [(node, _operands(node)) for node in made]
         unknown = [one for _, given in read for one in given if one not in self.by_row and self.is_unknown(one)]
         roots = dict.fromkeys(map(self._root_of, unknown))
@@ -252,14 +252,14 @@ class EarlyValues:
 
 
 def _operands(node: fx.Node) -> list[fx.Node]:
-    """But what a mean divides by, which is counted anew, and what is the loss's own."""
+    """Its operands, without a mean's divisor, which is counted anew, and without what is the loss's own."""
     if node.target is NLL_BACKWARD:
         return [one for one in node.args[:4] if isinstance(one, fx.Node)]
     return [one for one in node.all_input_nodes if one.target is not NLL]
 
 
 def _degree(node: fx.Node, degrees: dict[fx.Node, int | None]) -> int | None:
-    """0: the root has no part in it; 1: it is a multiple of the root; None: it is zero."""
+    """How it depends on the root. 0: not at all; 1: it is a multiple of the root; None: it is zero."""
     given = [degrees.get(one, 0) if isinstance(one, fx.Node) else 0 for one in node.args]
     target = node.target
     if target in LIKE or target in NEW:

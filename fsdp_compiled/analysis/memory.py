@@ -1,4 +1,4 @@
-"""What a rank holds between steps and at the height of a step, in bytes: predicted from program and plan, not measured.
+"""What a rank holds between steps and at the peak of a step, in bytes: predicted from program and plan, not measured.
 
     forward            backward           update
           ____.....____                            activations, and what backward makes of them
@@ -6,7 +6,7 @@
     |                         \\______.....____|    gradients, from reduction to update
     |==========================================|   parameters, optimizer state, buffers, batch
 
-What is between steps follows from the plan; the height of a step from its program, in `peak_memory`.
+What is held between steps follows from the plan; the peak of a step follows from its program (`peak_memory`).
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Persistent:
 
     @property
     def total(self) -> int:
-        """On the device."""
+        """The bytes on the device."""
         return sum(getattr(self, entry.name) for entry in fields(self) if entry.name != "host")
 
     def __str__(self) -> str:
@@ -62,7 +62,7 @@ class Persistent:
 
 @dataclass(frozen=True)
 class Part:
-    """Some of what is alive at one moment. ``where``: the unit or submodule that it belongs to."""
+    """Some of the bytes alive at one moment. ``where``: the unit or submodule that they belong to."""
 
     kind: str
     where: str
@@ -70,8 +70,8 @@ class Part:
 
 
 class Storage(NamedTuple):
-    """A piece of memory that a run takes besides what is persistent: alive while the nodes ``begin`` to ``end - 1`` of
-    `Memory.timeline` run. ``node``: the one that made it, or that takes it while it runs."""
+    """A piece of memory that a run takes besides what is persistent. It is alive while the nodes ``begin`` to
+    ``end - 1`` of `Memory.timeline` run. ``node``: the node that made it, or that takes it while it runs."""
 
     node: str
     kind: str
@@ -82,7 +82,7 @@ class Storage(NamedTuple):
 
 
 class Moment(NamedTuple):
-    """While one node runs: the bytes alive on this rank, its arguments, results and workspaces among them."""
+    """The bytes alive on this rank while one node runs, with its arguments, results and workspaces."""
 
     node: str
     phase: str
@@ -102,7 +102,7 @@ class Memory:
     timeline: tuple[Moment, ...]  # in the order the nodes run
     parts: tuple[Part, ...]  # what is alive at the peak besides what is persistent, largest first
     unknown: str = ""  # why there is no prediction, where there is none
-    storages: tuple[Storage, ...] = ()  # without those of no bytes, and workspaces of kernels but the peak's
+    storages: tuple[Storage, ...] = ()  # without empty ones; of kernels' workspaces only the peak's
 
     @property
     def peak(self) -> Moment:
@@ -127,8 +127,8 @@ class Memory:
         return f"memory: {self.persistent}", f"peak: {human(self.peak.nbytes)} a rank at {self.peak}: {kinds}"
 
     def text(self) -> str:
-        """The timeline: a line for each row of nodes of one unit and phase, as high as the highest of them. Of units
-        that come one after the other in the same way, one stands for all, with its first and its last height."""
+        """The timeline: a line for each row of nodes of one unit and phase, with the height of the highest. If units
+        come one after the other in the same way, one stands for all, with its first and its last height."""
         if self.unknown:
             return "\n".join(self.lines())
         highest = self.peak
@@ -159,7 +159,7 @@ class Memory:
 
 
 def unpredicted(reason: str) -> Memory:
-    """What there is to say where a prediction fails."""
+    """The memory to show if a prediction fails."""
     return Memory(Persistent(), 0, (), (), reason)
 
 
@@ -170,8 +170,8 @@ def persistent(
     constants: Mapping[str, torch.Tensor] | None = None,
     program: Program | None = None,
 ) -> Persistent:
-    """What a rank holds between steps: of the model's buffers and of tensors closed over, fake or real, of the sums
-    that the program adds to, and of what the plan and the optimizer's rules ask for."""
+    """What a rank holds between steps: the model's buffers and tensors closed over, fake or real; the sums that the
+    program adds to; and what the plan and the optimizer's rules ask for."""
     scalars = [entry.dtype for rule in rules for entry in rule.state if entry.scalar]
     optimizer = sum(dtype.itemsize for dtype in scalars if dtype is not None)
     elementwise = 0
@@ -202,7 +202,7 @@ def persistent(
 
 
 def _distinct(tensors: Iterable[torch.Tensor]) -> Iterator[int]:
-    """Bytes of each storage behind these tensors, once."""
+    """The bytes of each storage behind these tensors, once each."""
     seen = set()
     for tensor in tensors:
         storage = tensor.untyped_storage()

@@ -1,12 +1,11 @@
 """Peak memory of a step: the bytes alive while each node of a program runs.
 
-*Storage*: one piece of memory, as the allocator gives it. A view has its base's; an operator that writes in place gives
-back what it wrote. The eager lowering drops each value after its last use, so a storage lives from the node that makes
-it to the last use of the last value that is in it, and while a collective reads it, until that was waited for. Inputs
-live all the time, since the caller holds them. What kernels and collectives need besides is in `kernel_workspace`; for
-a gather that is on the wire while others compute, it is what gloo needs at most. Under ``lower="inductor"`` fused
-intermediates never exist, and the peak is at most this one. Sizes that move (`Policy.dynamic`) are taken as they were
-when the program was traced.
+*Storage*: one piece of memory, as the allocator gives it. A view is in its base's storage; an operator that writes in
+place returns what it wrote. The eager lowering drops each value after its last use. So a storage lives from the node
+that makes it to the last use of the last value in it; and if a collective reads it, until that was waited for. Inputs
+live all the time, since the caller holds them. `kernel_workspace` has what kernels and collectives need besides; for a
+gather that is on the wire while others compute, that is what gloo needs at most. Under ``lower="inductor"`` fused
+intermediates never exist, and the peak is at most this one. Sizes that move (`Policy.dynamic`) are those of the trace.
 
 `Headroom` says where a value may be alive for longer without raising that peak:
 
@@ -14,8 +13,8 @@ when the program was traced.
     left            6  4  0  2  3  1  5
     2 bytes that are needed at the last node may be there from the node after the one that leaves 1
 
-What is taken is taken from what is left, so that several things that are moved, one after the other, do not raise it
-together either.
+What is taken is subtracted from what is left, so several things that are moved, one after the other, do not raise the
+peak together either.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ from fsdp_compiled.ir.text import where
 from fsdp_compiled.plan.plan import Plan
 
 aten = torch.ops.aten
-BLOCK = {"cuda": 512}  # what an allocator rounds up to, where it rounds
+BLOCK = {"cuda": 512}  # what an allocator rounds up to, if it rounds
 
 
 @dataclass(slots=True)
@@ -46,7 +45,7 @@ class _Storage:
     nbytes: int
     kind: str
     where: str
-    node: str = ""  # that made it
+    node: str = ""  # the node that made it
     holders: int = 0  # values and collectives that keep it alive
     begin: int = 0  # the moments from which and until which it is
     end: float = inf
@@ -61,8 +60,8 @@ class _Flight:
 
 
 def predict(program: Program, plan: Plan, held: Persistent, backend: Backend | None = None) -> Memory:
-    """One run of the program under the eager lowering; ``backend``: who carries the collectives, by default as
-    `connect` chooses for the plan's device."""
+    """Predicts one run of the program under the eager lowering. ``backend``: who carries the collectives; by default
+    the one that `connect` chooses for the plan's device."""
     run = _Run(program, plan, held.total, backend or backend_of(plan.device))
     timeline = []
     for node in program.graph.nodes:
@@ -102,7 +101,7 @@ class _Run:
         self.moments = 0
         self.highest = -1
         self.peak = 0  # which moment is the first of those
-        self.kernel = _Storage(0, "kernel", "")  # what runs then takes besides
+        self.kernel = _Storage(0, "kernel", "")  # what the running kernel takes besides
 
     def step(self, node: fx.Node) -> Moment:
         """Runs one node: makes its results, notes the height, drops what is not used again."""
@@ -190,7 +189,7 @@ class _Run:
             self.live -= storage.nbytes
 
     def _start(self, node: fx.Node) -> None:
-        """The collective keeps what it needs besides its results until it was waited for."""
+        """Keeps what the collective needs besides its results until it was waited for."""
         sources = node.all_input_nodes if keeps_input(node, self.backend) else []
         kept = [storage for source in sources for storage in self.values[source]]
         workspace = _Storage(self._rounded(on_wire(node, self.backend)), "wire", where(node), node.name)
@@ -213,7 +212,7 @@ class _Run:
 
 @dataclass(frozen=True)
 class _Operator:
-    """What is asked of each node's. ``gives``: what its results are."""
+    """The facts about a node's operator that are asked for each node. ``gives``: what its results are."""
 
     gives: Literal["a part", "its argument", "either", "what it writes", "new"]
     sends: bool
@@ -271,7 +270,7 @@ def _last_uses(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
 
 
 def _marked(graph: fx.Graph) -> tuple[list[fx.Node], list[fx.Node]]:
-    """What lays gradients end to end, and what comes from the host."""
+    """The nodes that lay gradients end to end, and those that come from the host."""
     marked = [(node, mark.role) for node in graph.nodes if (mark := node.meta.get("mark")) is not None]
     return [node for node, role in marked if role == "flatten"], [node for node, role in marked if role == "fetch"]
 
@@ -300,7 +299,7 @@ def _summed(storages: Iterable[_Storage]) -> list[Part]:
 
 
 class Headroom:
-    """By node of a program, the bytes that are left under its predicted peak; nodes are known by their names."""
+    """The bytes that are left under a program's predicted peak, by node; nodes are known by their names."""
 
     def __init__(self, program: Program, plan: Plan) -> None:
         memory = predict(program, plan, Persistent(), backend_of(plan.device))
@@ -308,13 +307,13 @@ class Headroom:
         self.left = {moment.node: peak - moment.nbytes for moment in memory.timeline}
 
     def earliest(self, nodes: Sequence[fx.Node], first: int, place: int, nbytes: int) -> int:
-        """The first place from which on so many bytes may be alive until ``place``; not before ``first``."""
+        """The first place, not before ``first``, from which on so many bytes may be alive until ``place``."""
         while place > first and self._holds(nodes[place - 1], nbytes):
             place -= 1
         return place
 
     def until(self, node: fx.Node, last: fx.Node, nbytes: int) -> list[fx.Node]:
-        """The nodes from this one on during which so many bytes may be alive; none from ``last`` on."""
+        """The nodes from this one on, before ``last``, during which so many bytes may be alive."""
         found = []
         while node < last and self._holds(node, nbytes):
             found.append(node)
@@ -322,13 +321,13 @@ class Headroom:
         return found
 
     def take(self, nodes: Sequence[fx.Node], nbytes: int) -> None:
-        """So many bytes more are alive while these nodes run."""
+        """Notes that so many bytes more are alive while these nodes run."""
         for node in nodes:
             if node.name in self.left:
                 self.left[node.name] -= nbytes
 
     def stand(self, nodes: Sequence[fx.Node], beside: fx.Node) -> None:
-        """These nodes run where that one does from now on, and what is left there is left while they do."""
+        """Notes that these nodes run beside that one from now on; what is left there is left while they run."""
         for node in nodes:
             self.left[node.name] = self.left.get(beside.name, 0)
 

@@ -1,13 +1,13 @@
-"""What forward keeps for backward and could wait in host memory, and what it would cost to send it there and back.
+"""What forward keeps for backward that could wait in host memory, and the cost of sending it there and back.
 
     compute    |== layers.0 ==|== layers.1 ==|== layers.2 ==| backward ...
     the link       |- a ------|- b -|     |- c ---------|                       a, b, c: hidden under compute
                                                      |- d ---|                  d: ends after forward, in the open
 
 The link (`Cluster.host` bytes a second, in each direction) takes values in the order in which forward is done with
-them. One whose copy ends within forward, and that backward does not need before it could be back, costs two launches
-and the traffic of two copies in device memory; the others are paid for, there and back. That is so if all are sent; of
-fewer, more are hidden. A value that is made again at less is left to that.
+them. A value costs two launches and the traffic of two copies in device memory if its copy ends within forward and
+backward does not need it before it could be back. The others cost the time there and back. That is so if all are sent;
+if fewer are, more are hidden. A value that costs less to make again is left to that.
 
 What forward keeps for backward, what it would cost to make each value again, and the cheapest choice of them.
 
@@ -17,16 +17,16 @@ What forward keeps for backward, what it would cost to make each value again, an
     ...
     to be saved         3.1 MiB    -> the set that is as large, and cheapest: a knapsack
 
-A value is made again from others that are kept; where one of those is made again as well, it is so for both, and the
-sum of the costs stays what it is. What a block gets from the one before it is always kept, so that no chain leads
-through the whole model. Only operators that give the same bits from the same inputs are run twice (`AGAIN`): never a
-random one, a collective, or one that writes.
+A value is made again from others that are kept. If one of those is made again as well, it is made again for both, and
+the sum of the costs stays the same. What a block gets from the one before it is always kept, so that no chain leads
+through the whole model. Only operators that give the same bits from the same inputs are run twice (`AGAIN`): never one
+that is random, a collective, or one that writes.
 
-To pick by a knapsack over the graph's saved values is the idea of PyTorch's partitioner under
-``torch._functorch.config.activation_memory_budget``; that recomputation is a question of cost under a budget, and can
-be answered as an optimisation, is Checkmate's (Jain et al., MLSys 2020), which also schedules. The minimum cut between
-what is free to compute again and what is not (`min_cut_rematerialization_partition`) is left out: `rematerialize` is
-the part of it that costs next to nothing.
+To choose by a knapsack over the graph's saved values is the idea of PyTorch's partitioner under
+``torch._functorch.config.activation_memory_budget``. Checkmate (Jain et al., MLSys 2020), which also schedules, has the
+idea that recomputation is a question of cost under a budget, and can be solved as an optimisation. The minimum cut
+between what is free to compute again and what is not (`min_cut_rematerialization_partition`) is left out:
+`rematerialize` is the part of it that costs next to nothing.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ from fsdp_compiled.plan.plan import Plan
 from fsdp_compiled.plan.units import innermost
 
 AHEAD = 2  # copies to host memory under way, in each direction
-LAUNCH = 1e-5  # seconds that a copy takes of compute's stream, however small
+LAUNCH = 1e-5  # seconds of compute's stream that a copy takes, however small
 
 
 @dataclass
@@ -114,9 +114,9 @@ def _is_dense(value: torch.Tensor) -> bool:
 
 
 def storable(program: Program, plan: Plan, again: Mapping[str, Saved]) -> list[Saved]:
-    """The values for which that is cheaper than to make them again, in the order in which forward is done with them.
+    """The values that are cheaper to send than to make again, in the order in which forward is done with them.
 
-    ``again``: what can be made again, by what has the memory; before `recompute` has run.
+    ``again``: what can be made again, by the node that has the memory; before `recompute` has run.
     """
     order = positions(program.graph)
     done, now = {}, 0.0
@@ -142,7 +142,7 @@ def storable(program: Program, plan: Plan, again: Mapping[str, Saved]) -> list[S
 
 
 aten = torch.ops.aten
-STEPS = 2000  # into how many parts the knapsack's capacity is cut
+STEPS = 2000  # the knapsack's capacity is cut into so many parts
 SMALL = 1024  # bytes: not worth an operator
 AGAIN = (
     aten.native_layer_norm.default,
@@ -164,8 +164,8 @@ AGAIN = (
 
 @dataclass(frozen=True)
 class Saved:
-    """A value that backward reads. ``nodes``: those that are repeated to make it again, by name; ``seconds``: what they
-    are estimated to take; ``stored``: it waits in host memory instead (`storable`)."""
+    """A value that backward reads. ``nodes``: the names of those that are repeated to make it again; ``seconds``: their
+    estimated time; ``stored``: whether it waits in host memory instead (`storable`)."""
 
     name: str
     nbytes: int
@@ -180,7 +180,7 @@ def saved_values(program: Program, plan: Plan) -> list[Saved]:
     parameters = set().union(*gathered(graph).values())
     forward = [node for node in graph.nodes if node.op == "call_function" and node.meta["phase"] == "forward"]
     crossing = [node for node in forward if any(_in_backward(user) for user in node.users) and node not in parameters]
-    kept: dict[fx.Node, list[fx.Node]] = {}  # by what has the memory: what of it backward reads
+    kept: dict[fx.Node, list[fx.Node]] = {}  # by the node that has the memory: what of it backward reads
     for node in crossing:
         kept.setdefault(base_of(node, parameters), []).append(node)
     leaving = {base_of(node, parameters) for node in graph.output_node().all_input_nodes}
@@ -199,9 +199,9 @@ def saved_values(program: Program, plan: Plan) -> list[Saved]:
 
 
 def cheapest(values: Sequence[Saved], wanted: int) -> list[Saved]:
-    """Of these, some that are ``wanted`` bytes together or more, at the least cost; all where that is not enough.
+    """Chooses values of ``wanted`` bytes together, or more, at the least cost; all of them if that is not enough.
 
-    Solved for what may be *kept*: the dearest values that fit into the bytes that are left, in parts of a `STEPS`-th.
+    It is solved for what may be *kept*: the dearest values that fit into the bytes that are left, in `STEPS` parts.
     """
     room = sum(value.nbytes for value in values) - wanted
     if room <= 0:
@@ -232,7 +232,7 @@ def _in_backward(node: fx.Node) -> bool:
 
 
 def _bytes_kept(base: fx.Node, reads: Sequence[fx.Node]) -> int:
-    """Of an operator's results, of those that backward reads."""
+    """The bytes of those results of an operator that backward reads."""
     if not isinstance(base.meta.get("val"), tuple | list):
         return nbytes(base.meta.get("val"))
     return sum(nbytes(node.meta["val"]) for node in reads if node.target is getitem)
@@ -257,8 +257,7 @@ def _is_block_input(base: fx.Node, parameters: set[fx.Node], blocks: dict[str, s
 def _chain(
     wanted: Sequence[fx.Node], kept: dict[fx.Node, list[fx.Node]], parameters: set[fx.Node]
 ) -> set[fx.Node] | None:
-    """The forward nodes that make these from what is kept and from parameters; None where one of them must not be run
-    twice."""
+    """The forward nodes that make these from kept values and parameters; None if one of them must not be run twice."""
     found: set[fx.Node] = set()
     target = base_of(wanted[0], parameters)
     stack = list(wanted)

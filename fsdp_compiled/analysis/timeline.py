@@ -5,11 +5,10 @@
     compute  |....|==embed=|layers.0===|layers.1==|layers.2|========|
 
 `estimate` draws it from a program alone, with the figures of `hardware` and `roofline`. There are two wires, one inside
-of nodes and one between them, which serve collectives in the order in which they start, and one stream of compute,
-which stops where it waits for one. Collectives along the tp axis have a lane of their own, ``tp``, and those along
-``replicate`` where its ranks are in other nodes and those of ``shard`` are not. Where a step is no CUDA graph, the host
-starts one kernel after the other, and a kernel does not begin before. `measured` is the same of a run
-that was made.
+of nodes and one between them; each serves collectives in the order in which they start. There is one stream of compute,
+which stops where it waits for a collective. Collectives along the tp axis have a lane of their own, ``tp``; so have
+those along ``replicate`` if its ranks are in other nodes and those of ``shard`` are not. If a step is no CUDA graph,
+the host starts one kernel after the other, and no kernel begins before that. `measured` is the same for a real run.
 """
 
 from __future__ import annotations
@@ -31,8 +30,8 @@ WAIT = "wait"
 
 @dataclass(frozen=True)
 class Span:
-    """Something that lasts; times in seconds from the start of the step. ``node``: which one of the program it is; of a
-    wait, which collective's."""
+    """Something that lasts; times in seconds from the start of the step. ``node``: its node in the program; for a wait,
+    the node of the collective."""
 
     lane: str
     name: str
@@ -43,8 +42,8 @@ class Span:
 
 @dataclass(frozen=True)
 class Timeline:
-    """``spans``: the lanes, neighbours of one name as one. ``nodes``: one for each node that takes time, in the order
-    in which they run, with the waits in a lane ``wait``: as long as the compute stands still, often not at all."""
+    """``spans``: the lanes, with neighbours of one name joined. ``nodes``: one for each node that takes time, in the
+    order in which they run. Waits are in a lane ``wait``, as long as the compute stands still, often not at all."""
 
     spans: tuple[Span, ...]
     nodes: tuple[Span, ...] = ()
@@ -58,7 +57,7 @@ class Timeline:
         return sum(span.end - span.start for span in self.spans if span.lane == lane)
 
     def busy_nodes(self, lane: str) -> float:
-        """The same of `nodes`: of `WAIT`, how long communication is exposed."""
+        """The same for `nodes`; for `WAIT`, how long communication is exposed."""
         return sum(span.end - span.start for span in self.nodes if span.lane == lane)
 
     def text(self, width: int = 100) -> str:
@@ -87,11 +86,11 @@ def _row(spans: Iterable[Span], scale: float, width: int) -> str:
 
 
 def estimate(program: Program, plan: Plan) -> Timeline:
-    """What the step is thought to take, on this plan's machine."""
+    """The estimated timeline of the step, on this plan's machine."""
     spans: list[Span] = []
     now = host = 0.0
     launch = 0.0 if plan.graphed else plan.machine.launch
-    free: dict[str, float] = {}  # by lane, when its wire is
+    free: dict[str, float] = {}  # by lane: when its wire is free
     arrives: dict[fx.Node, float] = {}
     times = seconds_of(program.graph, plan.machine, plan.policy.lower == "inductor")
     for node, taken in zip(program.graph.nodes, times, strict=True):
@@ -127,9 +126,9 @@ def estimate(program: Program, plan: Plan) -> Timeline:
 
 
 def measured(marks: Sequence[tuple[fx.Node, float, float]], nodes: Mapping[str, fx.Node]) -> Timeline:
-    """The same of a run in which each call was measured: what was called, when, and until when; ``nodes``: the
-    program's, by name. A collective lasts from its start until it was waited for, which is when it had ended at the
-    latest."""
+    """The timeline of a run in which each call was measured. ``marks``: what was called, when, and until when;
+    ``nodes``: the program's, by name. A collective lasts from its start until it was waited for; it had ended by
+    then."""
     zero = marks[0][1] if marks else 0.0
     spans: list[Span] = []
     started: dict[str, float] = {}
@@ -158,7 +157,7 @@ def waits(node: fx.Node) -> bool:
 
 
 def _lane(axis: str, plan: Plan) -> tuple[str, tuple[str, ...]]:
-    """Where collectives along this axis are drawn, and the lanes whose wire they have."""
+    """The lane in which collectives along this axis are drawn, and the lanes whose wire they have."""
     inside: dict[str, bool] = {name: plan.machine.inside(size, plan.stride(name)) for name, size in plan.all_axes}
     lane = "tp" if axis == "tp" else "network"
     if axis == "replicate" and inside.get("shard") and not inside["replicate"]:
@@ -173,13 +172,13 @@ def _copied(node: fx.Node) -> int:
 
 
 def _transfer(node: fx.Node, plan: Plan) -> float:
-    """An all-gather by what it brings, a reduction by what goes in; an all-reduce is a reduction and a gather."""
+    """An all-gather counts what it brings, a reduction what goes in; an all-reduce is a reduction and a gather."""
     return plan.transfer(max(carried(node)), str(node.args[-1]), "all_reduce" in str(node.target))
 
 
 def _merged(spans: Iterable[Span], gap: float = 0.0) -> list[Span]:
-    """Neighbours of one name in one lane as one, where no more than ``gap`` is between them and nothing is waited for.
-    Waits are left out."""
+    """Joins neighbours of one name in one lane if no more than ``gap`` is between them and nothing is waited for.
+    Leaves waits out."""
     found: list[Span] = []
     latest: dict[str, int] = {}
     for span in spans:

@@ -1,17 +1,17 @@
-"""Names that a trace did not find, and keys: a program stands on their being absent.
+"""Names and keys that a trace looked up and did not find: a program relies on their being absent.
 
-    try: scale = table["scale"]                    Dynamo takes the way of the handler, and guards nothing
+    try: scale = table["scale"]                    Dynamo traces the handler, and guards nothing
     except KeyError: scale = 1.0
 
     wrapped = checkpoint_wrapper(block)            wrapped.scale is block.scale: `__getattr__` looks there
     wrapped.scale = 3.0                            from here on it is the wrapper's own
 
-Where a lookup failed in a trace, and was caught, none of the tables (for a key) or objects (for an attribute) that the
-trace looked at may get another name. Of objects whose class looks elsewhere that holds in any case, of all objects
-where the code reads tables of names (``vars(config)``, ``self.__dict__``), and of empty dictionaries: that they are
-empty is all that was read of them. Classes and modules get names all the time: there, and in globals, which may come to
-hide a builtin, only names count that the traced code holds. The variables of the environment are read past all guards:
-where a trace read one, all of them stay.
+If a lookup failed in a trace and the code caught the error, no table (for a key) or object (for an attribute) that the
+trace looked at may get a new name. Three kinds of things may get none in any case: objects whose class has its own
+`__getattr__`; all objects, if the code reads tables of names (``vars(config)``, ``self.__dict__``); and dictionaries
+that were empty, since the trace read nothing else of them. Classes and modules get new names all the time, and a new
+global may hide a builtin: there, only names that the traced code mentions count. No guard sees reads of environment
+variables: if a trace read one, all of them must stay the same.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ BUILTINS = frozenset(vars(builtins))
 OF_MODULES = re.compile(
     r"_hooks\w*$|\._(parameters|buffers|modules)$|\['_(parameters|buffers|modules)'\]$"
 )  # in Dynamo's names
-IMMUTABLE = 1 << 8  # of a class that gets no names: CPython's Py_TPFLAGS_IMMUTABLETYPE
-TABLES = frozenset({"__dict__", "vars", "dir"})  # what reads the names of an object
+IMMUTABLE = 1 << 8  # the flag of a class that gets no new names: CPython's Py_TPFLAGS_IMMUTABLETYPE
+TABLES = frozenset({"__dict__", "vars", "dir"})  # these read the names of an object
 OBSERVED, KEY, ATTRIBUTE = TABLE["failed lookups"].names
 
 
 @contextlib.contextmanager
 def failed_lookups(found: set[str]) -> Iterator[None]:
-    """Inside, what this thread's trace looked up in vain is noted: "key", "attribute"."""
+    """Inside, notes in ``found`` which kinds of lookup failed in this thread's trace: "key", "attribute"."""
     if not uses("failed lookups"):
         yield
         return
@@ -60,7 +60,7 @@ def failed_lookups(found: set[str]) -> Iterator[None]:
 
 
 def looks_elsewhere(kind: type) -> bool:
-    """Whether a class has a `__getattr__` of its own, and its objects names of theirs."""
+    """Whether a class has its own `__getattr__`, and its objects have their own names."""
     found = getattr(kind, "__getattr__", None)
     if not isinstance(found, types.FunctionType) or found is nn.Module.__getattr__:
         return False
@@ -68,21 +68,22 @@ def looks_elsewhere(kind: type) -> bool:
 
 
 def _has_names(kind: type) -> bool:
-    """Whether its objects have names of their own. PyTorch's tables of operators gain names as they are used, and so do
-    modules of Python."""
+    """Whether objects of this class have their own names. Excluded are PyTorch's tables of operators and Python
+    modules, which gain names as they are used."""
     known = issubclass(kind, types.ModuleType | types.FunctionType | type) or kind.__module__.startswith("torch")
     return hasattr(kind, "__dict__") and (issubclass(kind, nn.Module) or not known)
 
 
 def is_empty(name: str, value: Any) -> bool:
-    """Whether it is a dictionary without keys, but for those of modules, which have guards of their own."""
+    """Whether the value is an empty dictionary. A module's own dictionaries do not count: they have other guards."""
     return isinstance(value, dict) and not value and OF_MODULES.search(name) is None
 
 
 class AbsentNames:
-    """``values``: what the trace came to, by Dynamo's name. ``failed``: see `failed_lookups`. ``code``: what it traced.
+    """``values``: the objects that the trace reached, by Dynamo's name. ``failed``: see `failed_lookups`. ``code``: the
+    code that it traced.
 
-    All modules of the model of these classes count, too: those of a block which was not walked through are among them.
+    All of the model's modules of these classes count too, since some are in blocks that Dynamo did not walk through.
     """
 
     def __init__(self, values: Mapping[str, Any], root: nn.Module, failed: set[str], code: set[types.CodeType]) -> None:
@@ -107,7 +108,7 @@ class AbsentNames:
         self.read = [*self._names, *self._tables, *self._spaces, *[self._environment] * (self._environment is not None)]
 
     def changed(self, _scope: object = None) -> str | None:
-        """Which has another name now, by Dynamo's name."""
+        """The first object that has a new name now, by Dynamo's name; None where none has."""
         if self._environment is not None and self._environment != os.environ._data:  # type: ignore[attr-defined]
             return "os.environ"
         if any(self._tables):
@@ -121,11 +122,12 @@ class AbsentNames:
         return None
 
 
-Space = tuple[str, dict[str, Any], frozenset[str]]  # how it is called, its names, those that must not be there
+Space = tuple[str, dict[str, Any], frozenset[str]]  # what it is called, its names, the names that must stay absent
 
 
 def _classes_and_modules(values: Mapping[str, Any], code: set[types.CodeType]) -> list[Space]:
-    """Those that a trace looked at, by themselves or as the class of an object, with what its code may ask them for."""
+    """The classes and modules that a trace looked at, also as the class of an object, with the names that its code may
+    look up there."""
     names = {name for one in code for name in (*one.co_names, *one.co_consts) if isinstance(name, str)}
     spaces: dict[int, tuple[str, Any]] = {}
     for value in values.values():
@@ -138,7 +140,7 @@ def _classes_and_modules(values: Mapping[str, Any], code: set[types.CodeType]) -
 
 
 def _builtins(code: set[types.CodeType]) -> list[Space]:
-    """By module of the user's, its globals, and the builtins that this code reads there, which one may come to hide."""
+    """For each of the user's modules: its globals, and the builtins that this code reads, which a global may hide."""
     by_file: dict[str, set[str]] = {}
     for one in code:
         if is_users(one.co_filename):

@@ -1,16 +1,17 @@
-"""Finds what ranks along the tp axis compute alike, and what each computes of its parts, in the captured program.
+"""Finds which values of the captured program are the same on all ranks along the tp axis, and which differ.
 
-    weight: float32[4, 16]         a part                                                      differs
-    x: float32[2, 16]              the batch, which is the same on all                         same
-    y = mm(x, weight.t())          of a part                                                   differs
-    z = all_reduce(y, "tp")        of what all have                                            same
+    weight: float32[4, 16]         a shard                                                     differs
+    x: float32[2, 16]              the batch, which is the same on all ranks                   same
+    y = mm(x, weight.t())          computed from a shard                                       differs
+    z = all_reduce(y, "tp")        the sum over all ranks                                      same
     m = tokens < 16                < 0 on another rank, whose vocabulary begins elsewhere      differs
 
-A plan for `parallelize_module` that forgets something trains on, in eager PyTorch, each rank with another gradient for
-a weight that all of them hold whole, until the copies have drifted apart. Here that is an error before the first step:
+If a plan for `parallelize_module` forgets something, eager PyTorch goes on training: each rank gets a different
+gradient for a weight that all of them hold whole, and the copies drift apart. Here that is an error before the first
+step:
 
-- *Gradients of what is whole* on every rank along tp, *the loss*, and *new values of buffers* must be the same.
-- *Random numbers* are the same where they meet what is the same, and others where they meet what differs.
+- *Gradients of whole parameters*, *the loss*, and *new values of buffers* must be the same on every rank along tp.
+- *Random numbers* are the same where they meet values that are the same, and differ where they meet values that differ.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from fsdp_compiled.ir.program import LOSS, Port, Program
 from fsdp_compiled.plan.plan import Plan
 
 c10d = torch.ops._c10d_functional
-# What these give is the same on all ranks of the axis.
+# The results of these collectives are the same on all ranks of the axis.
 UNITING = (
     c10d.all_reduce.default,
     c10d.all_gather_into_tensor.default,
@@ -42,10 +43,10 @@ CURE = (
 
 
 def digests(program: Program, constants: Mapping[str, torch.Tensor]) -> list[bytes]:
-    """Of each node, what it computes of the program's inputs; equal for nodes that do the same on two ranks.
+    """One hash for each node, of how it computes its value from the program's inputs. It is equal on two ranks if the
+    node does the same on both.
 
-    A collective along tp gives what it gives on all of them: which one it is says that. So does a draw of random
-    numbers.
+    A collective along tp is identified by its number in the program; a draw of random numbers also by its own.
     """
     ports = {node: port for port, node in program.inputs.items()}
     found: dict[fx.Node, bytes] = {}
@@ -78,9 +79,9 @@ def digests(program: Program, constants: Mapping[str, torch.Tensor]) -> list[byt
 
 
 def differing(program: Program, plan: Plan, own: Sequence[bytes], found: Sequence[Sequence[bytes]]) -> set[fx.Node]:
-    """The nodes whose values differ between ranks along tp; ``own``: digests of this rank, ``found``: of each of these.
+    """The nodes whose values differ between ranks along tp. ``own``: this rank's digests; ``found``: each rank's.
 
-    The derivative by a result differs where that does.
+    The derivative by a result differs where the result differs.
     """
     parts = {slot.name for buffer in plan.buffers if buffer.split for slot in buffer.slots}
     common = set(own).intersection(*found)
@@ -93,7 +94,7 @@ def differing(program: Program, plan: Plan, own: Sequence[bytes], found: Sequenc
 
 
 def _spread(program: Program, apart: Collection[fx.Node]) -> set[fx.Node]:
-    """The nodes that differ where these do."""
+    """The nodes whose values differ if those of ``apart`` do."""
     different: set[fx.Node] = set()
     for node in program.graph.nodes:
         if node.op == "call_function" and is_collective(node) and node.args[-1] == "tp":
@@ -107,9 +108,9 @@ def _spread(program: Program, apart: Collection[fx.Node]) -> set[fx.Node]:
 def check_same(
     program: Program, plan: Plan, different: Collection[fx.Node], parts: Collection[Port] = (), loop: bool = False
 ) -> None:
-    """Raises `CaptureError` where ranks along tp would part.
+    """Raises `CaptureError` where ranks along tp would drift apart.
 
-    ``parts``: the results that are parts of DTensors. ``loop``: the program is differentiated in a loop of the user's.
+    ``parts``: the results that are shards of DTensors. ``loop``: the user's own training loop calls backward.
     """
     cut = {slot.name for buffer in plan.buffers if buffer.split for slot in buffer.slots}
     outputs = {port: node for port, node in program.outputs.items() if node is not None and node in different}
@@ -138,7 +139,7 @@ def check_same(
 
 
 def mark_random(program: Program, plan: Plan, different: Collection[fx.Node]) -> None:
-    """Says of each draw of random numbers whether ranks along tp draw the same."""
+    """Marks each draw of random numbers for which ranks along tp draw the same numbers."""
     drawn = [node for node in program.graph.nodes if node.op == "call_function" and is_random(node)]
     for node in drawn:
         if node not in different:

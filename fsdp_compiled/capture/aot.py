@@ -1,6 +1,6 @@
-"""What Dynamo traced -> Program: AOTAutograd differentiates it, and its graph gets our ports and marks.
+"""Makes a `Program` of Dynamo's graph: AOTAutograd differentiates the graph, and the result gets our ports and marks.
 
-This is the only file that touches private surfaces of AOTAutograd.
+This is the only file that uses private parts of AOTAutograd.
 """
 
 from __future__ import annotations
@@ -44,7 +44,8 @@ class Traced:
 def differentiate(
     module: fx.GraphModule, inputs: Sequence[Any], given: Sequence[Port], results: Sequence[Port]
 ) -> Traced:
-    """The program of a module that Dynamo traced, on inputs and with results that are these ports, and its gradient."""
+    """The program of a module that Dynamo traced, with its gradient. ``given``: the ports of the inputs; ``results``:
+    those of the results."""
     joint = _joint(module, inputs)
     ports = _opened(joint, given)
     literals = _lift_literals(joint, ports)
@@ -52,7 +53,7 @@ def differentiate(
 
 
 def _opened(joint: fx.GraphModule, given: Sequence[Port]) -> list[Port]:
-    """Of each placeholder but for tangents; of a tensor of a class of its own, there are those that it is made of."""
+    """The port of each placeholder, tangents left out. A tensor subclass has one placeholder for each inner tensor."""
     found = [
         _within(node.meta.get("desc"), descriptors.SubclassGetAttrAOTInput)
         for node in joint.graph.find_nodes(op="placeholder")
@@ -64,7 +65,7 @@ def _opened(joint: fx.GraphModule, given: Sequence[Port]) -> list[Port]:
 
 
 def _within(description: Any, kind: type) -> tuple[Any, str]:
-    """What a piece of a tensor of a class of its own is a piece of, and which."""
+    """The tensor subclass that an inner tensor belongs to, and the path of attributes to the inner tensor."""
     part: list[str] = []
     while isinstance(description, kind):
         part.insert(0, description.attr)  # type: ignore[attr-defined]
@@ -73,11 +74,11 @@ def _within(description: Any, kind: type) -> tuple[Any, str]:
 
 
 def _empty_gradient(gradient: torch.Tensor, value: torch.Tensor, *_options: Any) -> Any:
-    """The gradient of a loss by a value without elements; of any other, what PyTorch makes of it."""
+    """The gradient of a loss by a value without elements. For any other value PyTorch's decomposition is used."""
     return torch.empty_like(value) if value.numel() == 0 else NotImplemented
 
 
-# On fake tensors PyTorch works these out with a division by the number of elements, which Python refuses for none.
+# On fake tensors PyTorch computes these with a division by the number of elements, which fails in Python for 0.
 EMPTY = {
     aten.mse_loss_backward.default: _empty_gradient,
     aten.smooth_l1_loss_backward.default: _empty_gradient,
@@ -104,14 +105,14 @@ def _joint(module: fx.GraphModule, inputs: Sequence[Any]) -> fx.GraphModule:
         aot_module_simplified, fw_compiler=take, inference_compiler=take, partition_fn=take, decompositions=EMPTY,
         keep_inference_input_mutations=False,
     )  # fmt: skip
-    # The setting keeps draws of random numbers that nothing uses: eager PyTorch makes them, and so moves its generator.
+    # The setting keeps unused draws of random numbers: eager PyTorch makes them too, which advances its generator.
     draws = inductor_config.patch(fallback_random=True) if there("unused draws") else contextlib.nullcontext()
-    # Backward as `loss.backward()` after an autocast block, as PyTorch recommends: in the dtypes that forward chose.
+    # Backward runs as if `loss.backward()` came after the autocast block, as PyTorch recommends: in forward's dtypes.
     backward = config.patch(backward_pass_autocast="off")
     try:
         while not taken:
-            # A restart is meant for Dynamo, which would make no unknown again of a number that had to be a certain one.
-            # What was asked of it stands in the guards (`closure_values`), and its name is known the second time.
+            # The restart is meant for Dynamo, which would then trace a number that was specialized as a constant. Here
+            # the guards (`closure_values`) hold what was asked of the number, and its name is known the second time.
             restart = contextlib.suppress(_Captured, TensorifyScalarRestartAnalysis)
             with restart, draws, backward:
                 compiler(module, list(inputs))
@@ -125,7 +126,7 @@ def _joint(module: fx.GraphModule, inputs: Sequence[Any]) -> fx.GraphModule:
 
 
 def _not_a_number(module: fx.GraphModule, error: KeyError) -> str:
-    """What PyTorch (to 2.13) has no operators for: the float of a truth value that is read out of a tensor."""
+    """The message for ``float()`` of a bool that is read out of a tensor: PyTorch (to 2.13) has no operator for it."""
     floats = [node for node in module.graph.nodes if isinstance(node.meta.get("example_value"), torch.SymFloat)]
     node = next((node for node in floats if node.meta["example_value"].node.expr.free_symbols & {*error.args}), None)
     if node is None:
@@ -161,10 +162,10 @@ def _lift_literals(joint: fx.GraphModule, ports: list[Port]) -> dict[str, torch.
 
 
 def _to_program(joint: fx.Graph, inputs: list[Port], given: Sequence[Port], results: list[Port]) -> Program:
-    """The joint graph with our ports and marks, its unused inputs gone. ``inputs``: of the placeholders; ``given``: of
-    what was traced.
+    """The joint graph with our ports and marks, without unused inputs. ``inputs``: the ports of the placeholders;
+    ``given``: those of the traced function's inputs.
 
-    The tangent of a loss is a constant; that of a ``result`` is an input, ``tangent`` of the same name.
+    The tangent of a loss is a constant. The tangent of a ``result`` is an input: the ``tangent`` port of that name.
     """
     graph = fx.Graph()
     of_no_use = descriptors.GradAOTOutput | descriptors.ForwardTokenAOTOutput | descriptors.BackwardTokenAOTOutput
@@ -178,7 +179,7 @@ def _to_program(joint: fx.Graph, inputs: list[Port], given: Sequence[Port], resu
     by_port: dict[Port, fx.Node] = {}
     for port, node in zip(inputs, forward_inputs, strict=True):
         if port.kind == "mesh":
-            continue  # whose group the collectives name
+            continue  # the collectives name its group
         # the same size of several tensors comes as several inputs
         mapping[node] = by_port[port] = by_port.get(port) or graph.node_copy(node)
         mapping[node].meta = {"val": node.meta["val"]}
@@ -200,7 +201,7 @@ def _to_program(joint: fx.Graph, inputs: list[Port], given: Sequence[Port], resu
             if node.target is torch.ops.higher_order.with_effects:
                 _effect(graph, node, mapping, phase)
             elif node.target is torch.ops.aten.copy_.default and node.args[0] in tangents:
-                mapping[node] = mapping[node.args[1]]  # a backward of the user's wrote its gradient, which is ours
+                mapping[node] = mapping[node.args[1]]  # the user's own backward wrote in place to its gradient
             elif node not in mapping and node not in unread and not _is_token(node):
                 mapping[node] = mapping[node.args[0]] if node.target is DETACH else _copy(graph, node, mapping, phase)  # type: ignore[index]
         elif node.op not in ("placeholder", "output"):
@@ -260,7 +261,8 @@ def _to_program(joint: fx.Graph, inputs: list[Port], given: Sequence[Port], resu
 
 
 def _effect(graph: fx.Graph, node: fx.Node, mapping: dict[fx.Node, fx.Node], phase: Phase) -> None:
-    """An operator with an effect, such as the check of a matrix's inverse: a program runs in order, without tokens.
+    """Copies an operator with an effect, such as the check of a matrix's inverse, without its effect token: a program
+    runs in order.
 
     token', result = with_effects(token, operator, x)   ->   result = operator(x)
     """
@@ -290,7 +292,7 @@ def _is_token(node: fx.Node) -> bool:
 
 
 def _result_of(tangent: fx.Node) -> Any:
-    """What it is the derivative by."""
+    """The output that this tangent belongs to."""
     return _within(tangent.meta["desc"], descriptors.SubclassGetAttrAOTInput)[0].output
 
 
@@ -318,7 +320,7 @@ def _copy(graph: fx.Graph, node: fx.Node, mapping: dict[fx.Node, fx.Node], phase
 
 @functools.lru_cache(1 << 14)
 def stem(name: str) -> str:
-    """A node's name without its number, which counts the nodes that there were."""
+    """A node's name without the number at its end, which only counts nodes."""
     return re.sub(r"(_\d+)+$", "", name)
 
 

@@ -2,10 +2,10 @@
 
     batch = {"x": x, "y": y}; sharded.step(batch)          forward: y = batch.pop("y")
 
-A trace is given copies of the containers. What they hold at its end is noted while the function is traced, container by
-container. In a loop of the user's it is a result of the program, and each call leaves it in the caller's own (`leave`);
-under compile_sharded these stay as they are, which is said once. What is here, but for `leave`, runs under Dynamo:
-plain loops over lists and dictionaries.
+A trace gets copies of the containers, and records what each one holds at the end. In the user's own training loop these
+contents are a result of the program, and each call writes them to the caller's containers (`leave`). Under
+compile_sharded the caller's containers stay as they are, and a warning says so once. All code here except `leave` runs
+under Dynamo: plain loops over lists and dictionaries.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ Contents = list[tuple[str, Any, list[Any], list[Any]]]  # path, container, its k
 
 
 def contents(args: Any, kwargs: Any) -> Contents:
-    """The lists and dictionaries in a batch, with what they hold now; that of its names is made for the call."""
+    """The lists and dictionaries in a batch, with what they hold now. ``kwargs`` itself is left out: each call makes
+    it anew."""
     found: Contents = []
     for place, value in enumerate(args):
         _add(f"[{place}]", value, found)
@@ -38,8 +39,8 @@ def _add(path: str, value: Any, found: Contents) -> None:
 
 
 def left(before: Contents) -> list[tuple[int, list[Any], list[int], list[Any]]]:
-    """Of those that hold something else now: the place among all, the keys, and of each value where it was among those
-    of before; -1 for the new ones, which come last."""
+    """One entry for each container that changed: its place in ``before``, its keys now, for each value its place among
+    the old values (-1 if it is new), and the new values."""
     found = []
     for number, (_, container, keys, values) in enumerate(before):
         now = list(container.keys()) if isinstance(container, dict) else list(range(len(container)))
@@ -64,7 +65,7 @@ def _place_among(value: Any, values: list[Any]) -> int:
 
 
 def leave(before: Contents, changes: list[tuple[int, list[Any], list[int], list[Any]]]) -> None:
-    """The caller's own containers hold what a call of the program left in them."""
+    """Writes to the caller's own containers what a call of the program left in the copies."""
     for number, keys, places, new in changes:
         _, container, _, values = before[number]
         fresh = iter(new)

@@ -1,7 +1,7 @@
 """Inductor's cache folder, replaced where it cannot be made or written.
 
-PyTorch makes it as soon as Dynamo is imported, and writes code to it even where nothing is to be cached: an unwritable
-one stops the import. So the package looks at it first, without importing any of that.
+PyTorch makes the folder as soon as Dynamo is imported, and writes code to it even if nothing is to be cached. If the
+folder cannot be written, the import fails. So this package checks the folder first, without importing Dynamo.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ log = logging.getLogger("fsdp_compiled")
 
 
 def make_writable() -> None:
-    """Sets the variable to a folder of this process's own if the one that it names is of no use, and says so."""
+    """If the cache folder cannot be used, sets the variable to a temporary folder, and logs a warning."""
     place = _wanted()
     try:
         place.mkdir(parents=True, exist_ok=True)
@@ -37,13 +37,13 @@ def make_writable() -> None:
 
 
 def _leave_to_parent() -> None:
-    """In a fork: a folder of the process that it was forked from is that one's to delete."""
+    """Runs in a forked process: leaves it to the parent process to delete the parent's folder."""
     for place in _temporary:
         place._finalizer.detach()  # type: ignore[attr-defined]
 
 
 def _wanted() -> Path:
-    """As `torch._inductor.runtime.cache_dir_utils` chooses it."""
+    """The cache folder, chosen as `torch._inductor.runtime.cache_dir_utils` chooses it."""
     if given := os.environ.get(VARIABLE):
         return Path(given)
     try:

@@ -1,9 +1,9 @@
-"""What a capture is made of, the function that is traced, and what a capture gives.
+"""The inputs of a capture, the function that is traced, and the result of a capture.
 
-Forward may return an object that pytree does not open, with tensors inside: a cache, a dataclass (`Opaque`):
+Forward may return an object with tensors inside that pytree does not open: a cache, a dataclass (`Opaque`):
 
-    return Output(logits, cache)      a trace leaves an Output with tensors without numbers inside
-                                      each call gives a copy of it, with its own tensors in their places
+    return Output(logits, cache)      the trace makes an Output with fake tensors inside
+                                      each call returns a copy of it, with the call's own tensors in their places
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ CLOSED = (type, types.ModuleType, types.FunctionType, types.MethodType, types.Bu
 
 @dataclass(frozen=True)
 class Opaque:
-    """``value``: the object as the trace left it. ``ports``: what its tensors are, by identity."""
+    """``value``: the object as the trace left it. ``ports``: the ports of its tensors, by identity."""
 
     value: Any
     ports: Mapping[int, Port]
@@ -40,7 +40,7 @@ class Opaque:
 
 
 def inside(value: Any) -> Iterator[torch.Tensor | nn.Module]:
-    """The tensors and modules in an object: in its attributes, items and entries, and theirs."""
+    """The tensors and modules in an object: in its attributes, items and entries, recursively."""
     seen: set[int] = set()
     stack = [value]
     while stack:
@@ -65,7 +65,7 @@ CURE = "Return one floating-point number that depends on the parameters, such as
 
 @dataclass(frozen=True)
 class Tensors:
-    """What the objective is a function of, as real or fake tensors, by the model's own names.
+    """The tensors that the objective is a function of, real or fake, by the model's own names.
 
     Tied parameters appear under each of their names with the same tensor.
     """
@@ -85,8 +85,8 @@ class Capture:
     leaves: tuple[Any, ...]  # a `Port` for each tensor that the function returned, other values as they are
     guards: Guards
     layouts: Mapping[Port, Layout] = field(default_factory=dict)  # of results that are DTensors
-    asked: frozenset[str] = frozenset()  # attributes that tensors were asked for, and that are not PyTorch's
-    carried: frozenset[str] = frozenset()  # buffers and constants that forward replaces by what has a gradient's graph
+    asked: frozenset[str] = frozenset()  # attributes that the code reads on tensors and that are not PyTorch's
+    carried: frozenset[str] = frozenset()  # buffers and constants that get a value with an autograd graph
 
     @property
     def written_constants(self) -> tuple[str, ...]:
@@ -126,12 +126,13 @@ class Objective(nn.Module):
         return self.model(*args, **kwargs) if self.loss is None else self.loss(self.model, *args, **kwargs)
 
     def _call_impl(self, *args: Any, **kwargs: Any) -> Any:
-        """Past the hooks of all modules, which are for the user's: this one is no module of theirs."""
+        """Skips the global module hooks: they are for the user's modules, and this one is not the user's."""
         return self.forward(*args, **kwargs)
 
 
 def find_loss(result: Any, first: bool) -> Any:
-    """The loss in what was returned: itself, ``.loss``, ``["loss"]`` or, of a model, the ``first`` of a tuple."""
+    """The loss in a returned value: the value itself, its ``.loss``, its ``["loss"]`` or, with ``first``, the first
+    element of a tuple or list."""
     if isinstance(result, torch.Tensor):
         return result
     if isinstance(result, Mapping) and "loss" in result:
@@ -147,14 +148,14 @@ def own(value: Any) -> Any:
 
 
 def apart_from_others(value: Any) -> Any:
-    """The same without `detach`: what is made of it is differentiated outside. Of a DTensor, this rank's part."""
+    """Copies without `detach`: the user's code differentiates them outside. For a DTensor, this rank's shard."""
     return pytree.tree_map_only(torch.Tensor, lambda tensor: own_part(tensor).clone(), value)
 
 
 def apart(args: Any, kwargs: Any) -> tuple[Any, Any]:
-    """The same tensors as nodes of the trace: `requires_grad_` is traced for those alone, not for its inputs.
+    """The same tensors as nodes of the trace: Dynamo traces `requires_grad_` on nodes alone, not on inputs.
 
-    One tensor that is given twice stays one, so that ``x is y`` is what it is in eager PyTorch.
+    A tensor that is given twice stays one tensor, so that ``x is y`` gives the same as in eager PyTorch.
     """
     leaves, spec = pytree.tree_flatten((args, kwargs))
     apart: list[Any] = []

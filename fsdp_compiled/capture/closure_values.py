@@ -1,14 +1,14 @@
-"""Tensors that a program closes over: where each is read at a call, and which others it takes in their place; and those
-that its trace came to and read no element of, whose layout it may rely on.
+"""Tensors that a program closes over: where a call reads each one, and which other tensors may take its place. Also
+tensors that the trace reached without reading an element: the program may rely on their layout.
 
 Closed-over tensors whose value is read as a Python number: ``if step.item() > 3``, ``table[count]``.
 
     step = torch.tensor(1), read with item()         what the trace asked of it: step <= 3
 
-Dynamo takes the number for an unknown that has a value, and notes what the code asked of it as it does for sizes. What
-was asked is asked again at every call, of the values that the tensors have then; a number that is only computed with
-is read by the program itself. It does so for whole numbers and doubles without dims on a CPU; numbers that are read out
-of other tensors are unknowns without a value, of which nothing can be asked.
+Dynamo treats the number as a symbol with a value, and records each condition that the code checked, as it does for
+sizes. Every call checks these conditions again, on the values that the tensors have then. If the code only computes
+with a number, the program itself reads it. Dynamo does this for integer and double tensors without dims on a CPU. Of
+any other tensor the number is a symbol without a value, and the code can check no condition on it.
 
 This is the only file that reads the guards of a `ShapeEnv` on such numbers. Written for torch 2.11 to 2.14.
 """
@@ -26,7 +26,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 
 class Numbers:
-    """What one program relies on; ``scope``: where Dynamo's names of things are looked up."""
+    """The conditions that one program relies on. ``scope``: the names in Dynamo's expressions."""
 
     def __init__(self, env: ShapeEnv | None = None, scope: Mapping[str, Any] | None = None) -> None:
         sources = {} if env is None else env.var_to_sources
@@ -39,11 +39,11 @@ class Numbers:
         self._held: tuple[Any, ...] = ()  # values for which all holds
 
     def hold(self) -> bool:
-        """Whether all that was asked has the same answer now."""
+        """Whether every condition that the trace checked has the same answer now."""
         return not self._names or self.broken() is None
 
     def broken(self) -> str | None:
-        """The first number, as Dynamo names it, of which something does not hold."""
+        """The first number, as Dynamo names it, for which a condition does not hold."""
         try:
             now = self._read()
         except Exception:  # one of the places is gone
@@ -61,11 +61,11 @@ class Numbers:
 class Closed:
     """The tensors that a program closes over, read as they are now.
 
-    A tensor that has taken another's place (``weights = weights * 2``, a teacher's new parameter) becomes the program's
-    input if it is laid out as the other was and shares memory with the same; else the program is not for it.
-    ``numbers``: what it relies on of those whose value was read as a Python number. ``unread``: where the trace found
-    others, of which it can have read the shape, dtype and strides alone. ``as_traced``: within, places are where the
-    trace found them.
+    A new tensor may stand where the trace found another (``weights = weights * 2``, a teacher's new parameter). It
+    becomes the program's input if it has the same layout and shares memory with the same tensors; otherwise the program
+    cannot be used for it. ``numbers``: the conditions on tensors whose value was read as a Python number. ``unread``:
+    where the trace found tensors of which it can only have read shape, dtype and strides. ``as_traced``: a context in
+    which all names lead where they led in the trace.
     """
 
     numbers = Numbers()
@@ -84,13 +84,13 @@ class Closed:
         self._places = list(map(_place, self.tensors.values()))
         self._read = _reading([source.name for _, source in closed.values()], scope)
         both = zip(unread, _reading(unread, scope)(), strict=True)
-        # What stands for the model's own tensors, come to by another name (a weak reference), is watched elsewhere.
+        # Fake tensors are the model's own, reached by another name (a weak reference); other code watches them.
         self._unread = [name for name, tensor in both if not isinstance(tensor, FakeTensor)]
         self._look = _reading(self._unread, scope)
         self._looked = list(map(layout_of, self._look()))
 
     def moved(self) -> Mapping[str, torch.Tensor] | None:
-        """Those that are other tensors now, by name; None where the program is not for them."""
+        """The tensors that were replaced, by name; None if the program cannot be used with the tensors of now."""
         if not self.tensors and not self._unread:
             return {} if self.numbers.hold() else None
         try:
@@ -110,7 +110,7 @@ class Closed:
         return {name: new for new, place, (name, old), was in both if new is not old or place != was}
 
     def odd(self) -> tuple[str, str] | None:
-        """The first that the program is not for, as Dynamo names it, and what the program relies on of it."""
+        """The first tensor that the program cannot be used with, as Dynamo names it, and what the program relies on."""
         try:
             with self._as_traced():
                 now = zip(self._unread, list(map(layout_of, self._look())), self._looked, strict=True)
@@ -131,7 +131,7 @@ class Closed:
         return found[0] if found else None
 
     def replace(self, moved: Mapping[str, torch.Tensor]) -> None:
-        """These are the tensors from now on."""
+        """Makes these the program's tensors from now on."""
         self.tensors.update(moved)
         self._places = list(map(_place, self.tensors.values()))
 
@@ -141,7 +141,7 @@ def _reading(names: Sequence[str], scope: Mapping[str, Any]) -> Callable[[], tup
 
 
 def layout_of(tensor: Any) -> tuple[Any, ...]:
-    """What a program depends on of a tensor, but for its values."""
+    """The properties of a tensor that a program depends on, except its values."""
     if not isinstance(tensor, torch.Tensor):
         return (type(tensor),)
     return (
@@ -157,7 +157,7 @@ def _shared(tensors: Sequence[Any]) -> list[int]:
 
 
 def _place(tensor: Any) -> tuple[Any, ...]:
-    """Where its elements are: they may be others of the same object, after ``tensor.data = other`` or ``t_()``."""
+    """Where the tensor's elements are: ``tensor.data = other`` or ``t_()`` changes this, but not the object."""
     try:
         return tensor.data_ptr(), tensor.shape, tensor.stride()
     except (RuntimeError, AttributeError, NotImplementedError):

@@ -1,9 +1,9 @@
 """Files that outlive the process: bytes under a key, in a folder that processes share.
 
-A reader finds a whole file or none: files are written beside their place and then moved there, so that two ranks may
-write the same one at once, and each begins with the hash of its content. One that is damaged, or that cannot be read
-any more, counts as missing and is replaced; a folder that cannot be written keeps nothing. Neither is an error, since
-everything that is kept can be made again. What is compiled has `settings` in its key.
+A reader finds a whole file or none. `write` writes a temporary file beside the target and then moves it there, so two
+ranks may write the same file at once. Each file begins with the hash of its content. A file that is damaged or cannot
+be read any more counts as missing and is replaced; a folder that cannot be written keeps nothing. Neither is an error,
+since all cached content can be made again. The keys of compiled code include `settings`.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ log = logging.getLogger("fsdp_compiled")
 
 
 def folder() -> Path | None:
-    """Where to keep what was compiled; None if Inductor is told to keep nothing.
+    """The folder for compiled code; None if Inductor's caches are turned off.
 
-    Inductor writes code to its cache folder in any case; one that cannot be written is replaced.
+    Inductor writes code to its cache folder in any case; a folder that cannot be written is replaced.
     """
     make_writable()
     if not there("Inductor"):
@@ -48,20 +48,20 @@ def folder() -> Path | None:
 
 
 def identity(place: Path) -> str:
-    """A text that this folder has and no other, on whichever hosts it is; made by who asks first."""
+    """A text that is unique to this folder, and the same on all hosts that share it. The first caller makes it."""
     file = place / "fsdp_compiled_identity"
     try:
         with suppress(FileExistsError), tempfile.NamedTemporaryFile(dir=place, prefix=".") as own:
             own.write(uuid.uuid4().hex.encode())
             own.flush()
-            os.link(own.name, file)  # whole, or not, and never over another's
+            os.link(own.name, file)  # atomic, and never overwrites another process's file
         return file.read_text()
     except OSError:  # no such links there, as on some network file systems
         return f"{socket.gethostname()} {place}"
 
 
 def read(place: Path, load: Callable[[bytes], T]) -> T | None:
-    """What ``load`` makes of the bytes that `write` put there; None if there are none that it can read."""
+    """The result of ``load`` on the bytes that `write` put there; None if there are none, or ``load`` fails."""
     try:
         content = place.read_bytes()
     except FileNotFoundError:
@@ -81,7 +81,7 @@ def read(place: Path, load: Callable[[bytes], T]) -> T | None:
 
 
 def write(place: Path, content: bytes) -> None:
-    """Puts the bytes there, in the place of what was there before."""
+    """Writes the bytes to the file, and replaces a file that was there before."""
     beside = None
     try:
         place.parent.mkdir(parents=True, exist_ok=True)
@@ -97,7 +97,7 @@ def write(place: Path, content: bytes) -> None:
 
 
 def settings() -> str:
-    """Equal where compiling the same would give the same."""
+    """A hash of versions, modes and hardware: if it is equal, compiling the same program gives the same code."""
     found = {**versions(), **_modes(), **_machine()}
     return hashlib.sha256(repr(sorted(found.items())).encode()).hexdigest()
 
@@ -116,7 +116,7 @@ def versions() -> dict[str, Any]:
 
 
 def _modes() -> dict[str, Any]:
-    """How operators are dispatched, differentiated, typed and chosen."""
+    """The modes and settings that decide how PyTorch dispatches, differentiates, types and chooses operators."""
     einsum = backends.opt_einsum
     return {
         "modes": now(),

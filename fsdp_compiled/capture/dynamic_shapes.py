@@ -5,12 +5,12 @@
     tokens int64[8, 64]   tokens int64[rows, 64]           every number of rows from 2 on
     lengths int64[8]      lengths int64[rows]
 
-Under ``"auto"`` that program is made for the second size (`runtime.programs.request`). A dim moves in every
-tensor of the batch that has the size there that the first one has. Sizes 0 and 1 stay as they are and have programs of
-their own: PyTorch treats them apart (broadcasting, contiguity), and so would one program for all.
+Under ``"auto"`` that program is made for the second size (`runtime.programs.request`). A dim moves in every tensor of
+the batch whose size there equals the first tensor's. Sizes 0 and 1 do not move and get programs of their own: PyTorch
+treats them differently (broadcasting, contiguity), so one program cannot serve them too.
 
-What the code asked of a size when it was traced (``if len(x) % 2``) is remembered, and asked again of each new size: a
-program runs on no size it was not traced for.
+The program keeps each condition on a size that the code checked in the trace (``if len(x) % 2``), and checks it again
+for each new size: a program never runs on a size that it was not traced for.
 """
 
 from __future__ import annotations
@@ -47,11 +47,11 @@ def moving(tensor: torch.Tensor, sizes: Sizes) -> tuple[int, ...]:
 
 
 def traceable(tensor: torch.Tensor, sizes: Sizes) -> torch.Tensor:
-    """The tensor as a program reads it: its numbers as they lie in memory, and strides that follow from its sizes.
+    """The tensor as a program reads it: with its actual values in memory, and with strides that follow from its sizes.
 
-    Compiled code knows nothing of a negation or conjugation that is still to be done. Where a size moves, strides may
-    be those of any order of the dims, or zero (expanded); others (``x[:, ::2]``) are numbers that belong to no size.
-    Raises ``ValueError`` for one that has no sizes and strides of its own.
+    Compiled code cannot handle a lazy negation or conjugation, so it is resolved here. Where a size moves, the strides
+    may be those of any order of the dims, or zero (expanded). A tensor with other strides (``x[:, ::2]``), which follow
+    from no size, is copied. Raises ``ValueError`` for a nested or quantized tensor.
     """
     if tensor.is_nested or tensor.is_quantized:
         kind, cure = ("nested", "to_padded_tensor(0.0)") if tensor.is_nested else ("quantized", "dequantize()")
@@ -75,7 +75,7 @@ def _follow(tensor: torch.Tensor) -> bool:
 
 
 def layout(tensor: torch.Tensor, sizes: Sizes) -> tuple[object, ...]:
-    """What a program depends on of this tensor of a batch."""
+    """The properties of this tensor of a batch that a program depends on."""
     dims = moving(tensor, sizes) if sizes else ()
     if not dims:
         return tensor.shape, tensor.stride(), tensor.dtype, tensor.device
@@ -94,7 +94,7 @@ def shape_text(tensor: torch.Tensor, sizes: Sizes) -> str:
 
 
 def traced_with(sizes: Sizes) -> dict[int, int]:
-    """The sizes to trace with: no two the same, since a tracer takes equal sizes for one and the same."""
+    """The sizes to trace with: all different, since a tracer treats equal sizes as one symbol."""
     found: dict[int, int] = {}
     for dim, size in sizes.items():
         while size in found.values():
@@ -104,7 +104,7 @@ def traced_with(sizes: Sizes) -> dict[int, int]:
 
 
 def stay_open(program: Program, tensors: Mapping[str, torch.Tensor], sizes: Sizes) -> bool:
-    """Whether the program leaves all of these sizes open: code that asks for one makes a program for that one."""
+    """Whether the program leaves all of these sizes open. Code that needs one certain size fixes it in the program."""
     env = fake_mode(program.graph).shape_env
     asked = [
         node.meta["val"].shape[dim]
@@ -121,7 +121,7 @@ def _is_one(size: torch.SymInt, env: ShapeEnv) -> bool:
 
 
 def unfit(program: Program, tensors: Mapping[str, torch.Tensor]) -> str | None:
-    """What the program was traced to rely on and this batch does not hold, such as ``Eq(Mod(s0, 2), 0)``."""
+    """A condition that the program relies on and that this batch does not meet, such as ``Eq(Mod(s0, 2), 0)``."""
     values = {}
     for port, node in program.inputs.items():
         if port.kind == "batch":

@@ -1,4 +1,4 @@
-"""One run of Dynamo: the graph that it made of the objective, what each input of it is, and the program made of it."""
+"""One run of Dynamo: its graph of the objective, the port of each of the graph's inputs, and the program made of it."""
 
 from __future__ import annotations
 
@@ -47,9 +47,9 @@ NUMBERS = (torch.SymFloat, torch.SymInt, torch.SymBool)
 
 @dataclass
 class Form:
-    """What Dynamo traced, written out: with ports for its inputs.
+    """Dynamo's graph with its blocks written out, and with ports for its inputs.
 
-    left   stretches of it that are not in the module; ``every``: what is given, theirs too
+    left   stretches that are left out of the module; ``every``: all ports of inputs, those of ``left`` too
     """
 
     module: fx.GraphModule
@@ -68,8 +68,8 @@ class Trace:
     touched: list[str]  # containers of the batch that a loss changes; buffers that a forward replaces with a graph
     flat: list[Any]  # what the function returned, and its structure
     spec: pytree.TreeSpec
-    outputs: dict[int, Port]  # what of it is which result, by identity
-    layouts: list[Layout | None]  # of each of it, how it lies along tp
+    outputs: dict[int, Port]  # the port of each result that the program returns, by identity
+    layouts: list[Layout | None]  # for each result, its layout along tp
 
     def __init__(
         self,
@@ -95,11 +95,11 @@ class Trace:
         self.sources: dict[str, tuple[torch.Tensor, Any]] = {}  # the same by name, with where Dynamo found them
         self.code: set[types.CodeType] = set()
         self.results: list[Any] = []
-        self.inside: set[int] = set()  # those that are inside of returned objects, by identity
+        self.inside: set[int] = set()  # results that are inside of returned objects, by identity
         self.module: fx.GraphModule | None = None
 
     def backend(self, module: fx.GraphModule, inputs: list[torch.Tensor]) -> Callable[..., Any]:
-        """What `torch.compile` calls with the traced function; its results come back as they are."""
+        """The backend that `torch.compile` calls with the traced graph. The compiled function returns fake results."""
         results = [node.meta["example_value"] for node in module.graph.output_node().args[0]]  # type: ignore[union-attr]
         if (node := seeding(module.graph)) is not None:
             raise CaptureError(
@@ -111,10 +111,10 @@ class Trace:
         self.module, self.inputs, self.results = module, inputs, results
         self.context = TracingContext.try_get()
         self.code = set(TracingContext.get_traced_code() or ())
-        return lambda *_: tuple(results)  # which Dynamo holds for good, and no more than these
+        return lambda *_: tuple(results)  # Dynamo keeps this function forever, so it holds only these
 
     def complete(self) -> None:
-        """After Dynamo, which makes code that finds each input: the graph has all of them, in order, with ports."""
+        """Puts all inputs into the graph, in order, with ports. Runs after Dynamo, whose code finds its own inputs."""
         assert self.module is not None
         gaps = []
         if blocks_of(self.module.graph):
@@ -125,11 +125,11 @@ class Trace:
 
     @functools.cached_property
     def whole(self) -> Form:
-        """What was traced, with all of its blocks."""
+        """The traced graph with all of its blocks."""
         return self._form([])
 
     def _form(self, gaps: Sequence[Gap]) -> Form:
-        """What was traced, with all of its blocks but for some."""
+        """The traced graph with all of its blocks except those that the gaps leave out."""
         assert self.module is not None
         if not blocks_of(self.module.graph):
             inputs = self._in_order(self.module, with_own_tensors(self.module.graph, self.inputs))
@@ -145,14 +145,15 @@ class Trace:
 
     @functools.cached_property
     def _ranks(self) -> dict[int, int]:
-        """The tensors of the batch, and the model's as registered, by identity."""
+        """The place in the order of inputs, by identity: the batch's tensors, then the model's as registered."""
         ranks: dict[int, int] = {}
         for tensor in [*self.batch, *(self.tensors[place.name] for place in self.places)]:
             ranks.setdefault(id(tensor), len(ranks))
         return ranks
 
     def _in_order(self, module: fx.GraphModule, inputs: list[Any]) -> list[Any]:
-        """The inputs, and their placeholders: the batch's, the model's as registered, others as they are read."""
+        """Sorts the inputs and their placeholders: the batch's tensors, the model's as registered, then other tensors
+        in the order in which the graph reads them."""
         ranks = self._ranks
         places = module.graph.find_nodes(op="placeholder")
         last = len(ranks)
@@ -170,7 +171,7 @@ class Trace:
         return [inputs[place] for place in order]
 
     def check_numbers(self) -> None:
-        """Raises `CaptureError` for a number that is read off a tensor and is there after the call."""
+        """Raises `CaptureError` if the code returns or keeps a number that it read out of a tensor."""
         assert self.module is not None
         kept = [self.flat, *(entry.new for entry in self.side_effects.entries)]
         if any(isinstance(leaf, NUMBERS) for leaf in pytree.tree_leaves(kept)):
@@ -183,13 +184,13 @@ class Trace:
                 )
 
     def undo(self) -> None:
-        """Python objects are as they were before."""
+        """Restores the Python objects that the traced code changed."""
         if self.module is not None:
             self.mutations.undo()
 
     @functools.cached_property
     def meaning(self) -> Meaning:
-        """What is computed of that which has a port."""
+        """The meaning of all results that have a port."""
         return self.meaning_after(None)
 
     def meaning_after(self, before: Trace | None) -> Meaning:
@@ -209,7 +210,7 @@ class Trace:
         return Meaning(form.module, wanted, dict(zip(places, map(str, form.given), strict=True)), known)
 
     def tables(self) -> dict[int, str]:
-        """The results that are computed from nothing, by identity, and what they are."""
+        """The results that are computed from no input, by identity, with the hash of each."""
         constant = self.meaning.constant
         return {id(result): constant[node] for node, result in self._ends(self.whole) if node in constant}
 
@@ -217,12 +218,13 @@ class Trace:
         return list(zip(form.module.graph.output_node().args[0], self.results, strict=True))  # type: ignore[arg-type]
 
     def program(self) -> Program:
-        """The joint program of the results that have a port; of these, the loss alone is differentiated."""
+        """The joint program of the results that have a port. It differentiates only the loss or ports of kind
+        ``result``."""
         try:
             found = self._differentiated(self.short)
         except CaptureError:
             raise
-        except Exception as why:  # what is the user's comes again
+        except Exception as why:  # an error of the user's is raised again below
             if self.short is vars(self).get("whole"):
                 raise
             level = logging.INFO if isinstance(why, Unequal) else logging.WARNING
@@ -258,7 +260,7 @@ class Trace:
             return differentiate(form.module, form.inputs, form.given, list(wanted), form.left, form.every or None)
 
     def numbers(self, scope: Mapping[str, Any]) -> Numbers:
-        """What the trace, AOTAutograd's part included, relied on of closed-over tensors that it read as numbers."""
+        """The conditions on closed-over tensors, read as numbers, that Dynamo and AOTAutograd relied on."""
         mode = self.context.fake_mode if self.context is not None else None
         return Numbers(mode.shape_env if mode is not None else None, scope)
 
@@ -310,7 +312,7 @@ def _read_off(node: fx.Node) -> fx.Node | None:
 
 
 def _without_empty_literals(graph: fx.Graph) -> None:
-    """``torch.tensor([])``, with which a cache of keys begins, has no values to be an input with."""
+    """Replaces ``torch.tensor([])``, the start of a cache of keys, by `torch.empty`: it has no values to pass in."""
     for node in graph.find_nodes(op="call_function", target=torch.tensor):
         value = node.meta.get("example_value")
         if isinstance(value, torch.Tensor) and not value.numel() and node.kwargs.keys() <= {"dtype", "device"}:

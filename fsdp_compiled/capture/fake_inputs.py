@@ -50,13 +50,13 @@ def capture_on(
     tp_mesh: DeviceMesh | None = None,
     groups: dict[str, str] | None = None,
 ) -> Capture:
-    """`capture` on fake tensors of the plan's parameters, the model's buffers and a real batch.
+    """Runs `capture` on fake tensors that stand for the plan's parameters, the model's buffers and a real batch.
 
     ``plain``: the model's parameters that the plan does not have, by each of their names.
 
     ``sizes``: the dims of the batch's tensors that may change (see `dynamic_shapes`), and
-    ``hints``, the sizes to trace them with. ``modes``: as of `capture`. ``tp_mesh``: where parameters that are cut
-    along the tp axis are DTensors. ``groups``: process groups by what programs call them; see `name_axes`.
+    ``hints``: the sizes to trace them with. ``modes``: as for `capture`. ``tp_mesh``: the mesh of the DTensors, for
+    parameters that are sharded along the tp axis. ``groups``: process groups by their names in programs (`name_axes`).
     """
     mode = FakeTensorMode(shape_env=ShapeEnv())
     seen: dict[int, torch.Tensor] = {}
@@ -76,10 +76,10 @@ def capture_on(
         dtype = plan.compute_dtype(buffer)
         for slot in buffer.slots:
             leaf = slot.leaf
-            if (known := own.get(leaf.names[0])) is None:  # of the unit's, outside of the model that is called
+            if (known := own.get(leaf.names[0])) is None:  # the unit's, but outside of the model that is called
                 continue
             new = _parameter(fake_tensor(mode, leaf.shape, leaf.stride, dtype, device), gradient and leaf.trainable)
-            new.__dict__.update(notes_on(known))  # which models read
+            new.__dict__.update(notes_on(known))  # models read these
             for name in leaf.names:
                 parameters[name] = new
     whole: dict[str, torch.Tensor] = {}
@@ -127,13 +127,14 @@ def capture_on(
 
 
 def _parameter(fake: torch.Tensor, requires_grad: bool) -> nn.Parameter:
-    """A parameter to models, which ask with isinstance; `nn.Parameter` would make another tensor of it first."""
+    """Makes ``isinstance(fake, nn.Parameter)`` true, for models that check it. `nn.Parameter` itself would make another
+    tensor."""
     fake.requires_grad_(requires_grad)._is_param = True  # type: ignore[attr-defined]
     return fake  # type: ignore[return-value]
 
 
 def _example(mode: FakeTensorMode, tensor: torch.Tensor, sizes: Sizes, hints: Sizes) -> torch.Tensor:
-    """A fake tensor like this one of the batch; the dims that move have a size to trace with, and are marked."""
+    """A fake tensor like this tensor of the batch. Dims that move get the size to trace with, and a mark for Dynamo."""
     dims = moving(tensor, sizes)
     shape = tuple(hints[dim] if dim in dims else size for dim, size in enumerate(tensor.shape))
     stride = contiguous_stride(shape) if dims and tensor.is_contiguous() else tensor.stride()
@@ -145,7 +146,7 @@ def _example(mode: FakeTensorMode, tensor: torch.Tensor, sizes: Sizes, hints: Si
 
 
 def cast(value: Any, dtype: torch.dtype) -> Any:
-    """With its floating-point tensors in this dtype."""
+    """The value with its floating-point tensors cast to this dtype."""
     return pytree.tree_map_only(
         torch.Tensor, lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor, value
     )
@@ -153,7 +154,7 @@ def cast(value: Any, dtype: torch.dtype) -> Any:
 
 @contextlib.contextmanager
 def casting(model: nn.Module, precision: MixedPrecisionPolicy) -> Iterator[None]:
-    """Casts what goes into the model and what comes out of it, as FSDP2 does at its root."""
+    """Inside, casts the model's inputs and outputs, as FSDP2 does at its root module."""
 
     handles = []
     if precision.param_dtype is not None and precision.cast_forward_inputs:

@@ -8,11 +8,11 @@
     d_x = mm(d_y, t(w_t))                      d_x = mm(d_y, w)
     d_w = t(t(mm(t(d_y), x)))                  d_w = mm(t(d_y), x)
 
-A layer of a transformer has one for each of its products, forward and backward, that no result needs: a sixth of the
-traced graph, which each pass looks through and each step calls. Sizes alone decide: kernels do not always lay their
-results out as the fake ones say. Views that only split dims, or are merged further, can be left out however what they
-view lies in memory: where the one copies, so does the other. Both must be of one block, so that equal blocks stay
-equal, whatever stands before and after them.
+A transformer layer has one unneeded view for each of its matrix products, in forward and in backward. They make up a
+sixth of the traced graph, which every pass reads and every step calls. Folding looks at sizes alone, since kernels do
+not always give their results the strides of the fake ones. A view that only splits dims, or that the next view merges
+further, can be left out whatever the strides: if one of the two copies, so does the other. Both views must be in the
+same block, so that equal blocks stay equal, whatever comes before and after them.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ aten = torch.ops.aten
 DETACH = aten.detach.default  # nothing to detach from in a graph that holds its own backward
 TURNS = (aten.t.default, aten.transpose.int, aten.permute.default)
 VIEWS = (aten.view.default, aten._unsafe_view.default)
-WHOLE = (aten.view.default, aten.expand.default, aten.slice.Tensor)  # of the same sizes they are what they view
+WHOLE = (aten.view.default, aten.expand.default, aten.slice.Tensor)  # with unchanged sizes these change nothing
 _KNOWN = {id(target) for target in (*TURNS, *VIEWS, *WHOLE, DETACH)}  # to hash an operator takes longer
 
 
@@ -46,7 +46,7 @@ def fold_views(graph: fx.Graph) -> set[fx.Node]:
             continue
         source = _source(node)
         same = _same(node, source)
-        # What is returned stays another tensor than what was given, and than what else is returned.
+        # A returned tensor must stay distinct from the inputs, and from the other returned tensors.
         if same is not None and not (returned in node.users and (same.op == "placeholder" or returned in same.users)):
             node.replace_all_uses_with(same)
         elif node.target is aten.view.default and source.target in VIEWS and _one_block(node, source):
@@ -62,7 +62,7 @@ def fold_views(graph: fx.Graph) -> set[fx.Node]:
 
 
 def _source(node: fx.Node) -> fx.Node:
-    """What a view views."""
+    """The tensor that a view is a view of."""
     found: Any = node.args[0]
     while found.target is DETACH:
         found = found.args[0]
@@ -70,7 +70,7 @@ def _source(node: fx.Node) -> fx.Node:
 
 
 def _same(node: fx.Node, source: fx.Node) -> fx.Node | None:
-    """What a view is, element by element, in the same memory; None, where that is only itself."""
+    """An earlier node with the same elements in the same memory as the view; None if there is none."""
     if node.target in TURNS:
         order = _order(node)
         if order == sorted(order):
@@ -102,7 +102,7 @@ def _block(path: str) -> str:
 
 
 def _order(node: fx.Node) -> list[int]:
-    """Of a turn, which dim of what it views each of its own is."""
+    """For a node of `TURNS`: for each of its dims, the dim of its source."""
     rank = node.meta["val"].dim()
     order = list(range(rank))
     if node.target is aten.permute.default:
@@ -114,7 +114,7 @@ def _order(node: fx.Node) -> list[int]:
 
 
 def _sizes(node: fx.Node) -> tuple[int, ...]:
-    """Of a tensor with elements, if no size moves; else, as of one without dims, nothing is known by them."""
+    """The sizes of a tensor that has elements, if no size moves; otherwise (), which counts as unknown."""
     value = node.meta.get("val")
     if not isinstance(value, torch.Tensor) or value._has_symbolic_sizes_strides:
         return ()
@@ -122,5 +122,5 @@ def _sizes(node: fx.Node) -> tuple[int, ...]:
 
 
 def _splits(fine: Sequence[int], coarse: Sequence[int]) -> bool:
-    """Whether these sizes only split those."""
+    """Whether the sizes ``fine`` only split dims of the sizes ``coarse``."""
     return bool(fine and coarse) and {*accumulate(coarse, mul)} <= {*accumulate(fine, mul)}

@@ -1,4 +1,4 @@
-"""What surrounds a call: the modes of PyTorch that the caller has on, which decide what the same code computes.
+"""The PyTorch modes that are on around a call: they decide what the same code computes.
 
     with torch.autocast("cpu", torch.bfloat16):     key and label of the program: under autocast(cpu, bfloat16)
         sharded.step(*batch)
@@ -6,14 +6,14 @@
                 backward is traced    without autocast     as PyTorch recommends: `loss.backward()` after the block
                 all else              under none           `outside_modes`: passes, Inductor, optimizer rules, each run
 
-A program is a function of the model, the batch and this value. What a mode would have to see of a call that is traced
-once, and cannot, is refused by name.
+A program is a function of the model, the batch and these modes (`GlobalModes`). Some modes would have to see operators
+of each call, which a call that is traced once cannot show them: `check` refuses these by name.
 
-*Left* means: autocast, inference mode, the default device and the user's dispatch modes are off. The default dtype and
-the choice of kernels stay, since operators read them when they run; they are in the key, so that they are then what
-they were when the program was made.
+*None* means: autocast, inference mode, the default device and the user's dispatch modes are off. The default dtype and
+the choice of kernels stay, since operators read them when they run. They are part of the program's key, so they are the
+same then as when the program was made.
 
-This is the only file that touches PyTorch's stacks of modes.
+This is the only file that uses PyTorch's stacks of modes.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ from fsdp_compiled.torch_private.modes import (
 from fsdp_compiled.torch_private.modes import device as _device
 from fsdp_compiled.torch_private.names import find, has
 
-# What chooses among operators, kernels and roundings: its name in ``torch._C``, what that is given, and what it is
-# unless it was set. Read at every call: C alone. One that this PyTorch does not have is left out (`names.TABLE`).
+# The settings that choose operators, kernels and rounding: a label, the getter in ``torch._C``, its arguments, and the
+# default. Every call reads them, so all getters are in C. A getter that this PyTorch lacks is left out (`names.TABLE`).
 SETTINGS: list[tuple[str, Callable[[], Any], Any]] = [
     (label, partial(find(f"torch._C.{name}"), *given) if given else find(f"torch._C.{name}"), usual)
     for label, name, given, usual in (
@@ -87,7 +87,7 @@ NOTHING: AbstractContextManager[None] = nullcontext()
 
 
 class GlobalModes(NamedTuple):
-    """The modes around a call that its program depends on; programs of equal ones are the same."""
+    """The modes around a call that its program depends on. Calls under equal modes share a program."""
 
     autocast: tuple[tuple[str, torch.dtype], ...]  # by type of device, where it is on
     dtype: torch.dtype
@@ -95,7 +95,7 @@ class GlobalModes(NamedTuple):
     settings: tuple[Any, ...]  # of `SETTINGS`
 
     def __str__(self) -> str:
-        """What is not as PyTorch has it from the start, each after a comma; empty where all is."""
+        """The modes that differ from PyTorch's defaults, each after a comma; empty if none does."""
         found = [f"under autocast({name}, {str(dtype)[6:]})" for name, dtype in self.autocast]
         found += [f"default dtype {str(self.dtype)[6:]}"] * (self.dtype is not torch.float32)
         found += [f"default device {self.device}"] * (self.device is not None)
@@ -132,7 +132,7 @@ def now() -> GlobalModes:
 
 
 def outside_modes(watched: bool = False) -> AbstractContextManager[None]:
-    """Inside, none of the caller's modes is on; ``watched``: but for dispatch modes, which go on seeing operators."""
+    """Inside, none of the caller's modes is on. ``watched``: dispatch modes stay on and go on seeing operators."""
     modes = count_dispatch_modes() if not watched else 0
     if modes or any_autocast() or count_function_modes() or torch.is_inference_mode_enabled():
         return _outside_modes(bool(modes))
@@ -161,14 +161,14 @@ def _outside_modes(dispatch: bool) -> Iterator[None]:
 
 
 def is_tracker(hook: Any) -> bool:
-    """Whether a global hook of modules is PyTorch's own: one by which a dispatch mode follows them."""
+    """Whether a global module hook is PyTorch's own: a dispatch mode follows the modules with it."""
     owner = getattr(hook, "__self__", None)
     return type(owner).__module__.partition(".")[0] == "torch" and not isinstance(owner, module.Module)
 
 
 def _without_trackers() -> list[tuple[dict[int, Any], dict[int, Any]]]:
-    """Takes out the hooks by which dispatch modes (FlopCounterMode, CommDebugMode) follow modules; gives what was
-    there."""
+    """Removes the hooks with which dispatch modes (FlopCounterMode, CommDebugMode) follow modules. Returns the former
+    contents of each table."""
     found = []
     for place in (module._global_forward_pre_hooks, module._global_forward_hooks, module._global_backward_pre_hooks):
         found.append((place, dict(place)))
@@ -183,7 +183,7 @@ def _autocast() -> Iterator[tuple[str, torch.dtype]]:
 
 
 def _set_autocast(devices: Iterable[tuple[str, torch.dtype]], on: bool) -> None:
-    """Without the counts and the cache of `torch.autocast`, which belong to the caller."""
+    """Turns autocast on or off, and leaves the counts and the cache of `torch.autocast` to the caller."""
     for name, dtype in devices:
         torch.set_autocast_dtype(name, dtype)
         torch.set_autocast_enabled(name, on)
@@ -268,7 +268,7 @@ def _name(mode: object) -> str:
 
 
 def outside(function: F) -> F:
-    """The function, run under none of the caller's modes."""
+    """Wraps the function so that it runs under none of the caller's modes."""
 
     @untraced
     @wraps(function)
@@ -283,7 +283,7 @@ def untraced(function: F) -> F:
     """The function, which a caller under `torch.compile` runs as it is, between two graphs; takes 1 µs."""
     inner = torch.compiler.disable(function, reason="fsdp_compiled compiles the step by itself")
 
-    @wraps(function)  # one more, since torch.compile(sharded.step) takes away what `disable` put around
+    @wraps(function)  # a second wrapper, since torch.compile(sharded.step) removes that of `disable`
     def run(*args: Any, **kwargs: Any) -> Any:
         return inner(*args, **kwargs)
 

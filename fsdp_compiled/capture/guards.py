@@ -1,35 +1,35 @@
-"""What a trace took for granted of Python, kept and asked again at every call: Dynamo's guards.
+"""Guards: what a trace assumed about Python objects. Every call checks again that it still holds.
 
     trace                                at each call
 
     model.temp read: 1.0                 model.temp == 1.0?               else the call is captured again
     weights read: a tensor               weights, as it is now            its values are an input of the program
 
-A program is right as long as what its trace read is as it was: attributes, globals, closures, entries of dictionaries
-and lists, train and eval, classes and structure of modules, functions, hooks. Dynamo notes all of it; here its notes
-are kept, less those that this package answers for in another way:
+A program is valid as long as everything that its trace read is unchanged: attributes, globals, closures, entries of
+dictionaries and lists, train and eval, classes and structure of modules, functions, hooks. Dynamo makes guards for all
+of it. This file keeps these guards, except those that the package checks in another way:
 
-- *The tensors and the structure of the batch* (``args``, ``kwargs``) and *sizes* (SHAPE_ENV): in the key that a program
-  is found by, and in `capture.dynamic_shapes`.
-- *Tensors* (TENSOR_MATCH): parameters live in shards that keep their layout; module buffers are watched by identity
-  (`runtime.programs.program_cache`), and others, read or not, by `closure_values`. That two names lead to one
-  of these (DUPLICATE_INPUT, ID_MATCH) is kept.
-  Of a size or number (SHAPE_ENV) that was read out of one, ``if step.item() > 3``, `closure_values` asks again.
+- *The tensors and the structure of the batch* (``args``, ``kwargs``) and *sizes* (SHAPE_ENV): the key of a program
+  covers them, and `capture.dynamic_shapes`.
+- *Tensors* (TENSOR_MATCH): parameters live in shards that keep their layout. `runtime.programs.program_cache` checks
+  module buffers by identity, and `closure_values` checks other tensors, read or not. Guards that two names lead to one
+  of these other tensors (DUPLICATE_INPUT, ID_MATCH) are kept.
+  `closure_values` checks a size or number (SHAPE_ENV) that was read out of a tensor, ``if step.item() > 3``.
 - *Modes* (GLOBAL_STATE, GRAD_MODE, DETERMINISTIC_ALGORITHMS, TORCH_FUNCTION_STATE, DEFAULT_DEVICE,
-  AUTOGRAD_SAVED_TENSORS_HOOKS): capture sets its own around the trace; those of the caller's that mean anything are in
-  the key.
-- *Empty dictionaries of hooks* (EMPTY_NN_MODULE_HOOKS_DICT): six a module, which would take longer than all the rest.
-  `traced_functions.Hooks` looks at them when PyTorch has counted a new hook, and not before.
-- *Tables of parameters* (``module._parameters``) of a model that was taken over: `runtime.managed_model` compares all
-  of them at every call, entry by entry, and refuses any other. Half of all guards are theirs.
+  AUTOGRAD_SAVED_TENSORS_HOOKS): a capture sets its own modes around the trace. The key of a program has the caller's
+  modes that matter.
+- *Empty dictionaries of hooks* (EMPTY_NN_MODULE_HOOKS_DICT): six a module, whose check would take longer than all the
+  rest. `traced_functions.Hooks` checks them only after PyTorch has counted a new hook.
+- *Tables of parameters* (``module._parameters``) of a model that was taken over: `runtime.managed_model` compares every
+  entry of them at every call, and refuses any change. They have half of all guards.
 - *Functions of this package*, which the trace passes through, and *modules of Python's and PyTorch's own library* that
-  are one and the same under two names (DUPLICATE_INPUT, ID_MATCH): neither is the user's to change.
+  have two names (DUPLICATE_INPUT, ID_MATCH): the user changes neither.
 
-What Dynamo does not note is noted here: the methods of classes that the trace went through, and global
-hooks of modules (`traced_functions`); an object that an argument and a global lead to, the order of an
-`OrderedDict`, and which of two equal values it was, 0.0 or -0.0 (`object_identity`); that an object whose
-class looks elsewhere for a name has none of its own, and what a trace did not find is not there (`absent_names`); and
-what it asked of two objects, of caches, loggers and the interpreter (`python_answers`).
+Dynamo has no guards for the following, so this package checks them itself: the methods of classes that the trace went
+through, and global hooks of modules (`traced_functions`); an object that both an argument and a global lead to, the
+order of an `OrderedDict`, and which of two equal values it was, 0.0 or -0.0 (`object_identity`); that names which the
+trace did not find, or for which it called `__getattr__`, are still absent (`absent_names`); and what the trace asked of
+two objects, of caches, loggers and the interpreter (`python_answers`).
 
 Written for torch 2.11 to 2.14, where guards, the filter for them and the manager that checks them have the same form.
 """
@@ -78,16 +78,16 @@ OWN = re.compile(MODEL + r"\._(parameters|buffers)\['[^']+'\]$")
 class Recorder:
     """Takes Dynamo's guards while it traces, and makes `Guards` of them.
 
-    ``root``: the model, whose own hooks are taken off while it is traced. ``wrapped``: whether parts of it are under
-    `torch.compile`, for which those inside stand while it is traced. ``taken``: whether it was taken over, so that no
-    table of parameters changes.
+    ``root``: the model, whose own hooks are taken off while it is traced. ``wrapped``: whether submodules are under
+    `torch.compile`, so that the trace has the inner modules in their place. ``taken``: whether the model was taken
+    over, so that no table of parameters changes.
     """
 
     def __init__(self, root: nn.Module, wrapped: bool, taken: bool, failed: set[str], answers: Answers) -> None:
-        """``failed``: what was looked up in vain."""
+        """``failed``: which kinds of lookup failed (see `failed_lookups`)."""
         self.root, self.wrapped, self.taken, self.failed, self.answers = root, wrapped, taken, failed, answers
-        self._met: dict[str, Any] = {}  # of blocks that were not walked through, what else guards look at
-        self.values: dict[str, Any] = {}  # what guards look at, by Dynamo's name
+        self._met: dict[str, Any] = {}  # further values that guards look at, in blocks that were not walked through
+        self.values: dict[str, Any] = {}  # the values that guards look at, by Dynamo's name
         self.empty: list[dict[Any, Any]] = []
         self.kept: list[Any] = []  # Dynamo's own, which have texts when they are built
         self.code: set[types.CodeType] = set()  # that was traced, functions of functions too
@@ -96,8 +96,8 @@ class Recorder:
         self._orders, self._equals = KeyOrders(), EqualValues()
 
     def repeat(self, kinds: Sequence[tuple[int, str]], values: Sequence[Any], name: Callable[[int], str]) -> None:
-        """Guards of a block like one that was walked through, which ``kinds`` has, each with its place among
-        ``values``, what they look at; and the names of these."""
+        """Notes the guards of a block that repeats a walked one. ``kinds``: for each guard its place and its kind;
+        ``values``: what the guards look at, by place; ``name``: Dynamo's name for a place."""
         for place, kind in kinds:
             value = values[place]
             if kind == "EMPTY_NN_MODULE_HOOKS_DICT":
@@ -165,13 +165,13 @@ class Recorder:
         return True
 
     def _is_wrapped(self, name: str) -> bool:
-        """Whether this is a parameter of a class of its own, or inside of one."""
+        """Whether this is a parameter that is a tensor subclass (`is_wrapped`), or is inside of one."""
         own = INSIDE.match(name)
         value = self.values.get(own.group()) if own is not None else None
         return isinstance(value, torch.Tensor) and is_wrapped(value)
 
     def guards(self, code: types.CodeType, scope: dict[str, Any], closed: Mapping[str, tuple[Any, Any]]) -> Guards:
-        """What the trace of this code took for granted; ``closed``: tensors by our name, each with its source."""
+        """The guards of this code's trace. ``closed``: closed-over tensors by our name, each with its source."""
         (entry,) = cache_entries(code)
         hooks, methods = Hooks(self.root, self.empty), Methods(self.values.values(), self.code)
         for name, value in {**self._met, **self.values}.items() if makes_texts(self.code, self.values.values()) else ():
@@ -198,7 +198,7 @@ def is_own(name: str) -> bool:
 
 
 def _identity(value: Any, kind: str, there: bool = True) -> Any:
-    """What a guard knows by its address alone: it stays, so that nothing else gets the address."""
+    """The object that a guard knows only by its address. It is kept alive, so that no other object gets the address."""
     if isinstance(value, types.FunctionType):
         return value.__code__
     by_type = not there or isinstance(value, nn.Module) or not kind.endswith("_MATCH")
@@ -211,7 +211,7 @@ def _library(module: types.ModuleType) -> bool:
 
 
 class Guards:
-    """What a program relies on, of Python."""
+    """What a program assumes about Python objects."""
 
     closed: Closed
 
@@ -238,7 +238,7 @@ class Guards:
             self._check = self._check_around
 
     def hold(self) -> bool:
-        """Whether all of it is as it was; some 30 us for 24 layers."""
+        """Whether everything is unchanged; takes some 30 us for 24 layers."""
         return (
             self._check(self._locals)
             and self._hooks.same()
@@ -247,7 +247,7 @@ class Guards:
         )
 
     def _unseen(self) -> str | None:
-        """What Dynamo's guards let through, by Dynamo's name."""
+        """The first change that Dynamo's guards do not see, by Dynamo's name."""
         if self._around:
             with self._in_place():
                 return next(filter(None, (one.changed(self.scope) for one in self._asked)), None)
@@ -257,7 +257,7 @@ class Guards:
         return None
 
     def as_traced(self) -> contextlib.AbstractContextManager[None]:
-        """Inside, with what is put into the model's place while it is traced."""
+        """Inside, the model has the hooks and the inner modules that it had during the trace."""
         return self._in_place() if self._around else NOTHING
 
     @contextlib.contextmanager
@@ -272,7 +272,7 @@ class Guards:
             return self._manager.root.check(scope)
 
     def broken(self) -> tuple[str, str] | None:
-        """What does not hold, as ``(model.temp, model.temp == 1.0, which is 3.0 now)``; None where all does."""
+        """The first guard that fails, as ``(model.temp, model.temp == 1.0, which is 3.0 now)``; None if all hold."""
         if not self._check(self._locals):
             with self.as_traced():
                 parts = list(self._manager.root.check_verbose(self._locals).verbose_code_parts)
@@ -282,7 +282,7 @@ class Guards:
         return self._hooks.changed(self._locals["objective"].model) or self._methods.changed()
 
     def _explain(self, part: str) -> tuple[str, str] | None:
-        """The same of one guard of Dynamo's; None where this one holds, or cannot be told."""
+        """The same for one guard of Dynamo; None if it holds, or cannot be explained."""
         text = part.split("  # ")[0].strip()
         text = re.sub(r"^___check_type_id\((.*), \d+\), type=(.*)$", r"___type(\1) is '\2'", text)
         text = re.sub(r"^___check_obj_id\((.*), \d+\), type=.*$", r"\1 is '(another object)'", text)

@@ -6,10 +6,11 @@
     dist.all_gather(parts, y)                      whole = all_gather(detach(y), 4, "all 4 ranks"); wait
     nn.functional.all_reduce(y, group=half)        z = all_reduce(y, "sum", "group 0 of 2 ranks"); wait
 
-A program names its axes and groups, since the names of process groups differ from rank to rank. Dynamo traces the
-functions of ``torch.distributed`` as functional collectives, which have derivatives; autograd knows nothing of the
-former, and nothing comes back through what they send. Those of ``torch.distributed.nn.functional``, which have
-derivatives, refuse to be traced: what is traced in their place is here, with the same sums in the same order.
+A program has its own names for axes and groups, since the names of process groups differ from rank to rank. Autograd
+does not see the functions of ``torch.distributed``: no gradient flows back through them. But Dynamo traces them as
+functional collectives, which have derivatives; `without_derivatives` removes these. The functions of
+``torch.distributed.nn.functional`` have derivatives and refuse to be traced. This file has functions that Dynamo traces
+in their place, with the same sums in the same order.
 """
 
 from __future__ import annotations
@@ -30,8 +31,8 @@ from fsdp_compiled.ir.program import Program
 
 c10d = torch.ops._c10d_functional
 DIFFERENTIABLE = "torch.distributed.nn.functional"
-INPLACE = "_inplace\n"  # how the functions end, in a stack, that Dynamo puts in the place of torch.distributed's
-# Of autograd, what stands for a write, and for a view of what was written.
+INPLACE = "_inplace\n"  # ends the names of Dynamo's substitutes for torch.distributed's functions in a stack trace
+# The names of autograd nodes that stand for a write, or for a view of a written tensor, begin with these.
 WRITTEN = (
     "CopyBackwards",
     "CopySlices",
@@ -50,10 +51,10 @@ _substituted: list[Any] = []
 
 
 def without_derivatives(module: fx.GraphModule) -> None:
-    """In a graph of Dynamo's, in place: nothing comes back through what functions of ``torch.distributed`` send.
+    """Changes Dynamo's graph in place so that no gradient flows back through functions of ``torch.distributed``.
 
-    Raises `CaptureError` for a tensor with a gradient that one of them writes: autograd would take its derivative for
-    that of what was there before.
+    Raises `CaptureError` if one of them writes a tensor that requires a gradient: autograd would use the derivative of
+    the tensor's old value.
     """
     for graph, own in _graphs(module):
         for node in graph.nodes:
@@ -75,7 +76,7 @@ def without_derivatives(module: fx.GraphModule) -> None:
 
 
 def _graphs(module: fx.GraphModule) -> Iterator[tuple[fx.Graph, bool]]:
-    """The graph and those inside it; of each, whether it is no part of an ``autograd.Function``."""
+    """The graph and the graphs inside it, each with whether it is outside of any ``autograd.Function``."""
     inside = {
         str(value.target)
         for one in module.modules()
@@ -104,7 +105,7 @@ def _had_gradient(node: Any) -> bool:
 
 
 class _AllReduce(torch.autograd.Function):
-    """The sum over ranks; the gradient of each rank's is the sum of what all of them made of it."""
+    """The sum over ranks. In backward, the gradient of each rank's tensor is the sum of all ranks' gradients."""
 
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, op: str, group: str) -> torch.Tensor:
@@ -117,7 +118,7 @@ class _AllReduce(torch.autograd.Function):
 
 
 class _AllGather(torch.autograd.Function):
-    """``[...] -> [size, ...]``, every rank's in order; the gradient of a rank's is the sum of what all made of it."""
+    """``[...] -> [size, ...]``: all ranks' tensors in order. Backward sums all ranks' gradients of a rank's tensor."""
 
     @staticmethod
     def forward(ctx: Any, part: torch.Tensor, size: int, group: str, sums: bool) -> torch.Tensor:
@@ -143,13 +144,14 @@ def _all_reduce(tensor: torch.Tensor, op: Any = None, group: Any = dist.group.WO
 
 def _all_gather(tensor: torch.Tensor, group: Any = dist.group.WORLD) -> tuple[torch.Tensor, ...]:
     group = group or dist.group.WORLD
-    # NCCL sums as it sends; what other backends send is summed here, as PyTorch does.
+    # NCCL sums with a reduce-scatter; with other backends the sum is computed here, as PyTorch does.
     sums = dist.get_backend(group) in ("nccl", "xccl")
     return _AllGather.apply(tensor, group.size(), group.group_name, sums).unbind(0)
 
 
 def substitute() -> None:
-    """From now on Dynamo traces these in the place of functions that refuse to be traced; once a process."""
+    """From now on Dynamo traces these functions in the place of PyTorch's, which refuse to be traced. Runs once a
+    process."""
     found = sys.modules.get(DIFFERENTIABLE)
     if found is None or _substituted:
         return
@@ -159,11 +161,11 @@ def substitute() -> None:
 
 
 def name_axes(program: Program, mesh: DeviceMesh | None, groups: dict[str, str] | None) -> None:
-    """Lets the collectives of a program that was just captured go along the tp axis, or among ranks that the model
-    named, in the place of a process group, whose name is another on each rank.
+    """In the collectives of a new program, replaces the name of the process group, which differs from rank to rank, by
+    the tp axis or by the program's name for the model's own group.
 
-    ``groups``: the groups by what programs call them, to which those of the model's own are added; None: there may be
-    none. Ranks add them in the same order, as they trace the same collectives.
+    ``groups``: the groups by their names in programs; the model's own groups are added to it. None: the model may have
+    none. All ranks add groups in the same order, since they trace the same collectives.
     """
     ranks = mesh.mesh.tolist() if mesh is not None else []
     for node in program.graph.nodes:
@@ -185,7 +187,7 @@ def name_axes(program: Program, mesh: DeviceMesh | None, groups: dict[str, str] 
 
 
 def _named(name: str, group: dist.ProcessGroup, groups: dict[str, str]) -> str:
-    """What a program calls this group of the model's own."""
+    """The name that programs use for this group of the model's own."""
     size, own = group.size(), {"shard", "replicate", "tp"}
     said = f"all {size} ranks" if size == dist.get_world_size() else ""
     said = said or next((one for one, other in groups.items() if other == name and one not in own), "")
@@ -195,7 +197,8 @@ def _named(name: str, group: dist.ProcessGroup, groups: dict[str, str]) -> str:
 
 
 def _check_splits(node: fx.Node) -> None:
-    """Raises `CaptureError` where a rank sends others more or less of what it has: nobody compares that with them."""
+    """Raises `CaptureError` if an all-to-all has pieces of different sizes: nothing checks that the ranks agree on
+    them."""
     if node.target is not torch.ops._c10d_functional.all_to_all_single.default:
         return
     splits = [*node.args[1], *node.args[2]]  # type: ignore[misc]

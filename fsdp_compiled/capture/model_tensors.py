@@ -1,12 +1,12 @@
-"""The model holds the tensors of the trace while Dynamo walks through its code, and then its own again.
+"""The model holds the tensors of the trace while Dynamo walks through its code, and then its own tensors again.
 
-A tensor of a class with mathematics of its own is traced as the plain tensors that it is made of:
+A tensor subclass with its own mathematics is traced as the plain tensors inside it:
 
-    weight            Int8Weight[6, 4] of int_data, scale     what the model's code computes with
-    weight.int_data   int8[6, 4]                              what is traced is a function of these, and these are the
-    weight.scale      float32[6]                              program's inputs
+    weight            Int8Weight[6, 4] of int_data, scale     the model's code computes with this
+    weight.int_data   int8[6, 4]                              the traced graph is a function of these two, and they are
+    weight.scale      float32[6]                              the program's inputs
 
-`torch.compile` traces what such a class makes of each operator, if the class says what it is made of
+`torch.compile` traces the class's own code for each operator, if the class names its inner tensors
 (``__tensor_flatten__`` and ``__tensor_unflatten__``).
 """
 
@@ -23,17 +23,17 @@ from fsdp_compiled.capture.aot import CaptureError, unwritable
 from fsdp_compiled.ir.program import Port
 from fsdp_compiled.plan.leaf import own_mathematics
 
-# What a live parameter of `runtime.parameters` has written on it, beside the user's notes.
+# The attributes that `runtime.parameters` sets on a live parameter, beside the user's own attributes.
 OURS = frozenset({"_sharded", "_sharded_name", "_sharded_buffer", "_sharded_place", "_is_param"})
 
 
 def notes_on(parameter: torch.Tensor) -> dict[str, Any]:
-    """What the user wrote on it."""
+    """The attributes that the user set on the parameter."""
     return {name: value for name, value in vars(parameter).items() if name not in OURS}
 
 
 class Place(NamedTuple):
-    """Where one of the model's parameters or buffers stands."""
+    """Where the model holds one of its parameters or buffers."""
 
     name: str
     table: dict[str, Any]  # of its module
@@ -41,12 +41,12 @@ class Place(NamedTuple):
 
 
 def named_parameters(model: nn.Module, remove_duplicate: bool = True) -> Iterator[tuple[str, nn.Parameter]]:
-    """Where they stand, whatever the model's own method says: `checkpoint_wrapper`'s leaves itself out of names."""
+    """`nn.Module.named_parameters`, even if the model overrides it: `checkpoint_wrapper` leaves itself out of names."""
     return nn.Module.named_parameters(model, remove_duplicate=remove_duplicate)
 
 
 def places_of(model: nn.Module) -> Iterator[Place]:
-    """Those of all parameters and buffers; a module that is in several places has them once."""
+    """The places of all parameters and buffers. A module that the model has under several names counts once."""
     for path, module in model.named_modules():
         inside = f"{path}." if path else ""
         for table in (module._parameters, module._buffers):
@@ -58,8 +58,8 @@ def places_of(model: nn.Module) -> Iterator[Place]:
 def in_place(places: Sequence[Place], tensors: Mapping[str, torch.Tensor]) -> Iterator[None]:
     """Inside, the model holds these tensors, so that Dynamo finds them where the model's code does.
 
-    The traced function does not put them there, as `functional_call` would: Dynamo walks through every line of that for
-    every parameter, which took longer than all that models compute.
+    The traced function does not put them there with `functional_call`: Dynamo would walk through every line of that for
+    every parameter, which took longer than the trace of the model's own computation.
     """
     model = [place.table[place.key] for place in places]
     for place in places:
@@ -72,7 +72,7 @@ def in_place(places: Sequence[Place], tensors: Mapping[str, torch.Tensor]) -> It
 
 
 def check_parameters(places: Sequence[Place], tensors: Mapping[str, torch.Tensor]) -> None:
-    """Raises `CaptureError` for a parameter that forward replaced. Buffers that it did are what they were again."""
+    """Raises `CaptureError` if forward replaced a parameter. Buffers that it replaced are put back."""
     for place in places:
         if place.table.get(place.key) is not tensors[place.name]:
             if isinstance(tensors[place.name], nn.Parameter):
@@ -98,7 +98,7 @@ def is_wrapped(tensor: torch.Tensor) -> bool:
 
 
 def check_wrapped(where: str, tensor: torch.Tensor) -> None:
-    """Raises `CaptureError` for a class with mathematics of its own that does not say what it is made of."""
+    """Raises `CaptureError` for a tensor subclass with its own mathematics that does not name its inner tensors."""
     if (own := own_mathematics(type(tensor))) and not is_wrapped(tensor):
         raise CaptureError(
             f"{where} is a {type(tensor).__name__}, which has a {own[0]} of its own and no __tensor_flatten__: a "
@@ -108,7 +108,7 @@ def check_wrapped(where: str, tensor: torch.Tensor) -> None:
 
 
 def opened(name: str, tensor: torch.Tensor, part: str = "") -> Iterator[tuple[str, torch.Tensor]]:
-    """The plain tensors that it is made of, by the keys of their ports; itself, where it is plain."""
+    """The plain tensors inside this tensor, by the keys of their ports; the tensor itself if it is plain."""
     if not is_wrapped(tensor):
         yield f"{name}.{part}" if part else name, tensor
         return
@@ -117,7 +117,7 @@ def opened(name: str, tensor: torch.Tensor, part: str = "") -> Iterator[tuple[st
 
 
 def wrapped_fake(tensor: torch.Tensor, fake: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
-    """One of the same class, of fakes of what it is made of."""
+    """A tensor of the same class, with fake inner tensors."""
     if not is_wrapped(tensor):
         return fake(tensor)
     names, context = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
@@ -127,7 +127,7 @@ def wrapped_fake(tensor: torch.Tensor, fake: Callable[[torch.Tensor], torch.Tens
 
 
 def made_of(tensor: torch.Tensor) -> Any:
-    """What a program takes for granted of it: equal for tensors that it is good for."""
+    """The properties of a tensor that a program relies on: equal for tensors that the same program can be used with."""
     if not is_wrapped(tensor):
         return tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.device
     names, context = tensor.__tensor_flatten__()  # type: ignore[attr-defined]

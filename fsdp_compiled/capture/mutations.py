@@ -1,13 +1,13 @@
-"""What traced code does to Python objects that outlive the call, undone when the trace is over.
+"""Changes that traced code makes to Python objects that outlive the call. They are undone when the trace is over.
 
     self.cache["h"] = h          an entry of a dictionary
     self.log.append(loss)        a list that grows
     self.calls += 1              an attribute; so are slots, attributes of classes and names of modules
     count += 1                   a cell, which a closure reads
 
-Dynamo keeps such changes apart while it traces, and makes them when the traced function returns. At the moment between,
-it knows every object that it is about to change, so each is remembered as it is. Which values the code read before it
-wrote them, Dynamo's guards say: there is none for a value that was only written.
+Dynamo only records such changes while it traces, and makes them when the traced function returns. Between the two, it
+knows every object that it is about to change, and `Mutations` saves their contents. Dynamo's guards tell which values
+the code read before it wrote them: a value that was only written has no guard.
 
 This is the only file that reads Dynamo's record of side effects (`SideEffects`, and the guards of `TracingContext`).
 """
@@ -42,7 +42,7 @@ OWN = ("L['named']", "L['args']", "L['kwargs']", "L['buffers']")  # made for the
 
 @dataclass
 class Changed:
-    """One object that the code changes. ``before``: its entries as they were; ``kind``: how they are written back."""
+    """One object that the code changes. ``before``: its old entries; ``kind``: how to write them back."""
 
     target: Any
     source: str  # as Dynamo writes it
@@ -65,7 +65,7 @@ class Changed:
         return {name: value for name, value in found.items() if value is not MISSING}
 
     def undo(self) -> None:
-        """Writes the entries back, past what the user's classes make of writing."""
+        """Writes the entries back without calling the methods that the user's class defines for writing."""
         target, values = self.target, list(self.before.values())
         if self.kind == "list":
             list.__setitem__(target, slice(None), values)
@@ -100,7 +100,7 @@ class Changed:
 
 @dataclass(frozen=True)
 class Entry:
-    """What changed in one object: one attribute, one item, or, of a list that grew or shrank, all of it."""
+    """A change in one object: of one attribute, one item, or, if a list grew or shrank, of the whole list."""
 
     source: str
     name: str  # for people
@@ -125,7 +125,7 @@ class Entry:
 
 
 class Mutations:
-    """What one trace changes; made inside the backend that Dynamo calls, before anything was changed."""
+    """The changes of one trace. It is made inside the backend that Dynamo calls, before Dynamo changes any object."""
 
     def __init__(self) -> None:
         output = InstructionTranslator.current_tx().output
@@ -171,12 +171,12 @@ class Mutations:
                 self.objects.append(changed)
 
     def undo(self) -> None:
-        """Everything is as it was before the trace."""
+        """Restores every object to its state before the trace."""
         for changed in reversed(self.objects):
             changed.undo()
 
     def entries(self) -> list[Entry]:
-        """What is otherwise now, where it can be told apart item by item, or object by object."""
+        """The changes since ``before``, item by item where possible, else object by object."""
         found = []
         for changed in self.objects:
             now = changed.now()
@@ -197,7 +197,7 @@ class Mutations:
         return Entry(source, self.name(source), old, new, read)
 
     def go_far(self) -> None:
-        """Lists that grew by one call have grown by very many."""
+        """Extends each list that grew in this call, as if very many calls had been made."""
         for changed in self.objects:
             if changed.kind in ("list", "deque"):
                 now = list(changed.now().values())
@@ -206,8 +206,8 @@ class Mutations:
                     (list if changed.kind == "list" else deque).extend(changed.target, added * (FAR // len(added)))
 
     def _reads(self, changed: Changed, key: Any, old: Any, new: Any) -> bool:
-        """Whether the old value was looked at: one that was only written, or since torch 2.14 only counted up, has no
-        guard, whatever its name is. Of what else a dictionary holds, its length and keys may have been asked for."""
+        """Whether the code may have read the old value. A value that was only written, or since torch 2.14 only counted
+        up, has no guard under any name. Other entries of a dictionary count as read: its length and keys may be."""
         counted = changed.kind == "dict" and type(key) is str and type(old) is type(new) is int
         if old is MISSING or not (counted or changed.kind == "attribute"):
             return True
@@ -218,10 +218,10 @@ class Mutations:
 def state(
     entries: list[Entry], closed: Mapping[int, str], results: Collection[int]
 ) -> tuple[dict[str, Any], list[Entry]]:
-    """The tensors that the code reads and replaces, their new values by name, and the entries that are not all that.
+    """The new values of tensors that the code reads and replaces, by name; and the entries that hold anything else.
 
-    ``closed``: the names of tensors that the trace reads, by identity. ``results``: the identities of what it computed.
-    Raises `CaptureError` where a tensor that was read becomes something that cannot take its place.
+    ``closed``: the names of tensors that the trace reads, by identity. ``results``: the identities of its results.
+    Raises `CaptureError` if a tensor that was read is replaced by a value that cannot take its place.
     """
     found: dict[str, Any] = {}
     rest = []
@@ -285,9 +285,9 @@ def _contents(cell: types.CellType) -> dict[str, Any]:
 
 
 def _of_torch(target: Any, name: str, value: Any) -> bool:
-    """Whether a module of PyTorch's keeps parameters there, for itself: ``_flat_weights`` of `nn.LSTM`.
+    """Whether a PyTorch module keeps its own parameters in this attribute: ``_flat_weights`` of `nn.LSTM`.
 
-    Its forward writes the attribute whenever parameters were exchanged, which tracing does.
+    Its forward writes the attribute whenever parameters were replaced, and a trace replaces them.
     """
     if not isinstance(target, nn.Module) or not isinstance(value, list | tuple):
         return False
@@ -299,7 +299,7 @@ def _of_torch(target: Any, name: str, value: Any) -> bool:
 
 
 def _attribute(target: Any, name: str) -> Any:
-    """The object's own attribute, without what its class makes of reading."""
+    """The object's own attribute, read without calling the methods that its class defines for reading."""
     own = getattr(target, "__dict__", {})
     if name in own:
         return own[name]
@@ -337,6 +337,6 @@ def _open(leaf: Any) -> bool:
 
 
 def leaves(entries: list[Entry]) -> Iterator[torch.Tensor]:
-    """The tensors in what was left."""
+    """The tensors in the new values of these entries."""
     for entry in entries:
         yield from (leaf for leaf in pytree.tree_leaves(entry.new) if isinstance(leaf, torch.Tensor))

@@ -1,8 +1,8 @@
-"""What a traced graph computes, in a form that compares the trace of one call with that of the next.
+"""Describes what a traced graph computes, so that the trace of one call can be compared with that of the next.
 
-Each value is a hash of its operator and of its arguments' hashes, so that it is the same wherever it is computed. A
-table that the first call computes from nothing and the next one finds, ``if self.mask is None: self.mask = ...``, is
-one value in both. What is merely left on Python objects, and counting, is no part of it.
+Each value has a hash of its operator and of its arguments' hashes, so it is the same wherever it is computed. The first
+call may compute a table from no input, which the next one finds: ``if self.mask is None: self.mask = ...``. It has the
+same hash in both. Values that are only left on Python objects, and counters, are not compared.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ RANDOM = re.compile(r"rand|dropout|normal_|^normal$|bernoulli|multinomial|poisso
 
 
 class Meaning:
-    """The wanted results and the writes in place of one graph. ``inputs``: what each placeholder is.
+    """The wanted results and the in-place writes of one graph. ``inputs``: the name of each placeholder.
 
-    ``known``: inputs whose value is computed from nothing, with its hash.
+    ``known``: placeholders whose value was computed from no input, with its hash.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class Meaning:
             self._write(sources[0], name)
 
     def _write(self, target: fx.Node, how: str) -> None:
-        """From here on, all that may share memory with the target is another value."""
+        """From here on, every value that may share memory with the target has a new hash."""
         if target not in self.constant:
             self._writes.append(how)
         for node, roots in self._roots.items():

@@ -3,22 +3,22 @@
     STATE.factor                 a global          guards: STATE.factor == 2.0
     self.layers[0].state         the same object   guards: none, in Dynamo; here: self.layers[0].state is STATE
 
-Dynamo knows the object when it comes to it again, and looks at nothing that the second name leads to. Where both begin
-at arguments, or both at globals, it notes that they are one (DUPLICATE_INPUT); where one does and the other does not,
-it notes nothing, and of a closure's cell that it knows it never does: another object that is put there later is not
-seen. Here it notes it of all of them; what is there under either name may be another object, as long as it is one.
+Dynamo recognizes the object when it reaches it by a second name, and does not look at that name any further. If both
+names begin at arguments, or both at globals, it makes a guard that they are one object (DUPLICATE_INPUT). If only one
+of them does, it makes none, and never for a closure's cell that it knows: it would miss a new object that is put there
+later. Here all of them get the guard. Both names may lead to a new object later, as long as it is one object for both.
 Written for torch 2.11 to 2.14.
 
-The keys of dictionaries that a trace went through, where Dynamo's guards do not ask for all that it read.
+The keys of dictionaries that a trace went through, where Dynamo's guards do not cover everything that it read.
 
-Dynamo asks a dictionary's keys in the order of the table below it. `OrderedDict.move_to_end` changes the order in which
-keys are read, and not that table: it is asked for here. And of ``list(table)`` and ``[*table]`` it asks no keys at all
-(since 2.13; 2.11 asks them). Written for torch 2.11 to 2.14.
+Dynamo's guards check the keys in the order of the dict under an `OrderedDict`. `OrderedDict.move_to_end` changes the
+order in which keys are read, but not the dict's, so this file checks the order. For ``list(table)`` and ``[*table]``
+Dynamo checks no keys at all (since 2.13; 2.11 checks them). Written for torch 2.11 to 2.14.
 
 Values that are equal and not the same: 0.0 and -0.0; (2, 1) and (2.0, True); keys 1 and 1.0 of a dictionary.
 
-Dynamo asks whether a value is the one that it was by ``==``, and by its class. What that lets through is asked here, by
-how it is written: zeros, and numbers inside of tuples, sets and keys. Where a trace read none of these, nothing is.
+Dynamo checks a value by ``==`` and by its class. This file compares the texts (``repr``) of values for which that is
+not enough: zeros, and numbers inside of tuples, sets and keys. If a trace read none of these, there is no check.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ from fsdp_compiled.torch_private.names import attribute, uses
 
 @contextlib.contextmanager
 def asked_again() -> Iterator[None]:
-    """Inside, what this thread's trace reaches by two names is asked of the second as well."""
+    """Inside, if this thread's trace reaches an object by two names, the second gets a guard too."""
     if not uses("one object"):
         yield
         return
@@ -84,13 +84,13 @@ def asked_again() -> Iterator[None]:
 
 
 def has_order(value: Any, guard_type: str) -> bool:
-    """Whether this guard asks for keys that have an order of their own."""
+    """Whether this guard checks the keys of an `OrderedDict`, which have an order of their own."""
     return guard_type == "DICT_KEYS_MATCH" and isinstance(value, OrderedDict)
 
 
 @contextlib.contextmanager
 def asked_of_lists() -> Iterator[None]:
-    """Inside, of a dictionary that this thread's trace makes a list of, the keys are guarded."""
+    """Inside, if this thread's trace makes a list of a dictionary, the keys get a guard."""
     if not uses("keys of lists"):
         yield
         return
@@ -115,7 +115,7 @@ class KeyOrders:
         self.read.append((name, compile(name, "<guard>", "eval"), list(value)))
 
     def changed(self, scope: dict[str, Any]) -> str | None:
-        """Which is in another order now, by Dynamo's name; asked where Dynamo's own guards hold."""
+        """The first dictionary whose keys changed, by Dynamo's name. Call it only while Dynamo's own guards hold."""
         return next((name for name, code, keys in self.read if list(eval(code, scope)) != keys), None)
 
 
@@ -131,7 +131,7 @@ OF_A_MODULE = re.compile(r"(.*)(?:\.__dict__\['\w+'\]|\.\w+)$")  # in Dynamo's n
 
 
 def has_equals(value: Any, guard_type: str) -> bool:
-    """Whether this guard holds for another value too."""
+    """Whether this guard also holds for a value that is equal but not the same."""
     if guard_type == KEYS:
         return any(map(_has_number, value))
     if guard_type not in BY_EQUALITY:
@@ -142,7 +142,8 @@ def has_equals(value: Any, guard_type: str) -> bool:
 
 
 def makes_texts(code: set[CodeType], values: Iterable[Any]) -> bool:
-    """Whether the user's code among this, or one of these functions that it came to, may make a text of an object."""
+    """Whether the user's part of this code, or one of the values that the trace reached, may make a string of an
+    object."""
     return not MAKERS.isdisjoint(map(id, values)) or any(
         not TEXTS.isdisjoint(one.co_names)
         or not FORMATS.isdisjoint(one.co_code[::2])
@@ -184,7 +185,7 @@ class EqualValues:
         self.read[name] = (repr(list(value)), f"list({name})") if guard_type == KEYS else (repr(value), name)
 
     def changed(self, scope: dict[str, Any]) -> str | None:
-        """Which is written otherwise now, by Dynamo's name; asked where Dynamo's own guards hold."""
+        """The first value whose text changed, by Dynamo's name. Call it only while Dynamo's own guards hold."""
         if self._all is None:  # one expression
             self.read = {name: one for name, one in self.read.items() if not _means_nothing(name, scope)}
             texts = [", ".join(one) for one in zip(*self.read.values(), strict=True)] or ["", ""]
@@ -198,7 +199,8 @@ class EqualValues:
 
 
 def _means_nothing(name: str, scope: dict[str, Any]) -> bool:
-    """Sizes of PyTorch's own modules, and the probability of a Dropout: most models have many."""
+    """Whether the value needs no check: a size of one of PyTorch's own modules, or a value of a Dropout, such as its
+    probability. Most models have many of these."""
     owner = None
     if (found := OF_A_MODULE.match(name)) is not None:
         owner = eval(found[1], scope)

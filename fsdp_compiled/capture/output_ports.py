@@ -1,8 +1,9 @@
-"""Which of the tensors that the traced function returned is what: the loss, aux, a result, a buffer, a constant.
+"""Gives each tensor that the traced function returned its port: the loss, aux, a result, a buffer or a constant.
 
-Models of transformers collect some outputs of their layers (``output_router_logits``, ``output_hidden_states``) by
-hooks. transformers (5.0 and later) puts them there when such outputs are first asked for, under a lock that no trace
-can enter. Where a trace fails at that lock, `put_hooks` does it, and the trace is made again.
+Models of transformers use hooks to collect some outputs of their layers (``output_router_logits``,
+``output_hidden_states``). transformers (5.0 and later) installs these hooks on the first call that wants such outputs,
+under a lock that Dynamo cannot trace. If a trace fails at that lock, `put_hooks` installs them, and the trace is made
+again.
 """
 
 from __future__ import annotations
@@ -31,9 +32,9 @@ def output_ports(
     gradient: bool,
     opened: bool,
 ) -> dict[int, Port]:
-    """What each result of the traced function is, by its identity; the rest of them are left out of the program.
+    """The port of each result of the traced function, by its identity. Results without a port are not in the program.
 
-    ``opened``: whether tensors may be inside of objects, which are returned as copies then.
+    ``opened``: whether tensors may be inside of objects; calls then return copies of these objects.
     """
     results = {id(result) for result in trace.results}
     kind: PortKind = "aux" if gradient else "result"
@@ -72,7 +73,7 @@ def output_ports(
 
 
 def closed(leaf: Any, trace: Trace) -> Any:
-    """What is returned and no tensor: an object with tensors inside, or anything else as it is."""
+    """A returned value that is no tensor: an `Opaque` if it has tensors inside, else the value as it is."""
     if not trace.inside or not _open(leaf):
         return leaf
     ports = {id(tensor): trace.outputs[id(tensor)] for tensor in inside_of(leaf) if id(tensor) in trace.outputs}
@@ -80,7 +81,7 @@ def closed(leaf: Any, trace: Trace) -> Any:
 
 
 def _take_out(trace: Trace, ports: dict[int, Port], tensor: torch.Tensor, port: Port, results: Collection[int]) -> None:
-    """A tensor inside of an object that is returned becomes a result of its own."""
+    """Makes a tensor inside of a returned object a result of its own."""
     if id(tensor) not in results:
         raise CaptureError(
             f"What is returned holds, inside of an object, a tensor of shape {list(tensor.shape)} that forward was "
@@ -99,7 +100,7 @@ MODULE = "transformers.utils.output_capturing"
 
 
 def put_hooks(model: nn.Module, error: Exception) -> bool:
-    """Whether the trace failed at the lock, and there are more hooks now."""
+    """If the trace failed at the lock, installs the hooks; returns whether it installed any."""
     transformers = sys.modules.get(MODULE)
     if transformers is None or "_hook_installation_lock" not in str(error):
         return False

@@ -1,9 +1,9 @@
-"""Chooses how a model is captured: the fast way, or the plain one, which replaces no function of PyTorch.
+"""Chooses how to capture a model: the fast way, or the plain way, which replaces no function of PyTorch.
 
-The fast way stands on private names (`torch_private.names`), each of which may be something else in another build of
-PyTorch. So it is tried first, on a model of three equal blocks, against the plain way: once for each PyTorch and
-version of this package, since the answer is kept on disk. And where a capture ends in an error that is nobody's
-refusal, the plain way is tried before the model is blamed for it.
+The fast way uses private names (`torch_private.names`), which may mean something else in another build of PyTorch. So a
+trial first compares it with the plain way, on a model of three equal blocks. It runs once for each PyTorch and version
+of this package, since its answer is kept on disk. And if a capture ends in an internal error, not in a refusal, the
+plain way is tried before the model is blamed.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from fsdp_compiled.torch_private.names import (
 )
 
 log = logging.getLogger("fsdp_compiled")
-# Errors that may be ours, or of a name of PyTorch's that is not what it was.
+# Errors that may be a fault of this package, or come from a private name of PyTorch that has changed.
 INTERNAL = (
     AttributeError, TypeError, LookupError, NameError, AssertionError, ImportError, NotImplementedError,
     UnsupportedTorch,
@@ -45,9 +45,10 @@ INTERNAL = (
 
 
 def capture(model: nn.Module, *given: Any, **named: Any) -> Capture:
-    """`dynamo.trace_whole` of these, the fast way or the plain one.
+    """Calls `dynamo.trace_whole` with these arguments, the fast way or the plain way.
 
-    Raises `CaptureError` with the user's line and the cure; `UnsupportedTorch` where this PyTorch captures no model.
+    Raises `CaptureError` with the user's line and the cure; `UnsupportedTorch` if no model can be captured with this
+    PyTorch.
     """
     trace = functools.partial(trace_whole, model, *given, **named)
     if not plain() and (why := trial()):
@@ -74,7 +75,7 @@ def capture(model: nn.Module, *given: Any, **named: Any) -> Capture:
 
 
 def _root(error: BaseException) -> BaseException:
-    """The error that the others were raised for."""
+    """The first error of a chain, which caused the others."""
     while (before := error.__cause__ or getattr(error, "inner_exception", None)) is not None:
         error = before
     return error
@@ -86,7 +87,8 @@ def _text(error: BaseException) -> str:
 
 
 def _is_internal(error: Exception) -> bool:
-    """Whether it may be an error of ours, or of PyTorch's names: no refusal, and raised by our code or just below."""
+    """Whether the fault may be in this package or in a private name of PyTorch: the error is no refusal, and was raised
+    in this package or at most three calls below."""
     root = _root(error)
     if isinstance(root, UnsupportedTorch):
         return True
@@ -118,7 +120,7 @@ def _try_plainly() -> str:
 
 @functools.cache
 def trial() -> str:
-    """Why the fast way is not to be trusted here; empty where it gives what the plain way gives. Kept on disk."""
+    """Why the fast way cannot be trusted here; empty if it gives the same program as the plain way. Kept on disk."""
     folder = disk_cache.folder()
     place = None if folder is None else folder / "ways" / _key()
     if place is not None and (known := disk_cache.read(place, bytes.decode)) is not None:
@@ -174,7 +176,7 @@ def _try() -> str:
 
 
 def _key() -> str:
-    """Another one where a function or class of the table is another one."""
+    """A key that changes whenever a function or class of the table changes."""
     found = hashlib.sha256(repr(sorted(disk_cache.versions().items())).encode())
     for use in TABLE.values():
         for name in use.names:
@@ -183,7 +185,7 @@ def _key() -> str:
 
 
 def _code(thing: Any) -> Any:
-    """What a function does, or what the functions of a class do; the type of anything else."""
+    """The code of a function, or of the functions of a class; for anything else the name of its type."""
     thing = getattr(thing, "__func__", thing)
     if isinstance(code := getattr(thing, "__code__", None), CodeType):
         return code.co_code, code.co_varnames, code.co_names, str(code.co_consts).split(" at 0x")[0]

@@ -1,8 +1,8 @@
-"""Random numbers that a program cannot draw are refused while it is traced, by the user's line.
+"""Refuses, while a program is traced, random numbers that it cannot draw. The error names the user's line.
 
-A program draws with PyTorch's operators from PyTorch's default generator. Dynamo would trace more: it makes a constant
-of what `random` draws, turns NumPy's functions into PyTorch's, with another stream, and leaves out that `torch.seed`
-seeds. Each would be another number than eager PyTorch's, without a word.
+A program draws with PyTorch's operators from PyTorch's default generator. Dynamo would trace more: it makes constants
+of the numbers that `random` draws, turns NumPy's functions into PyTorch's, with a different random stream, and leaves
+out calls of `torch.seed`. In each case the numbers would differ from eager PyTorch's, and nothing would say so.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ SEEDING = ("torch.random", "torch.cuda.random")
 
 @contextmanager
 def refused() -> Iterator[None]:
-    """Inside, Dynamo raises for a call of `random`'s functions, a ``random.Random``'s or NumPy's."""
+    """Inside, Dynamo raises for a call of a random function of `random`, a ``random.Random`` or NumPy."""
     with ExitStack() as stack:
         stack.enter_context(config.patch(use_numpy_random_stream=True))
         if uses("random calls"):
@@ -41,5 +41,5 @@ def _refuse(_tx: Any, function: Callable[..., Any], *_: Any) -> Any:
 
 
 def seeding(graph: fx.Graph) -> fx.Node | None:
-    """The first call that seeds or saves a generator, which would be left out."""
+    """The first call that seeds a generator or saves its state, which a program would leave out."""
     return next((node for node in graph.nodes if getattr(node.target, "__module__", None) in SEEDING), None)

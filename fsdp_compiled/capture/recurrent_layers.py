@@ -1,10 +1,10 @@
 """Two faults of PyTorch's decomposition of RNN, LSTM and GRU, ``torch._decomp.decompositions._rnn_helper``.
 
-- Dropout between layers is left out (torch 2.11 to 2.14): it asks whether ``num_layers < i - 1``, which no layer ``i``
-  is. While a step is traced, several layers with dropout are given to it one by one, with `torch.dropout` between them,
-  as the kernels in eager PyTorch have it.
-- The last states of an LSTM have a dim too many (torch 2.11 and 2.12): [layers, 1, rows, features]. They get the shape
-  of the states that are given.
+- It leaves out dropout between layers (torch 2.11 to 2.14): it checks ``num_layers < i - 1``, which is false for every
+  layer ``i``. While a step is traced, several layers with dropout are passed to it one by one, with `torch.dropout`
+  between them, as the kernels in eager PyTorch do it.
+- It gives the last states of an LSTM one dim too many (torch 2.11 and 2.12): [layers, 1, rows, features]. They are
+  viewed in the shape of the given states.
 """
 
 from __future__ import annotations
@@ -68,8 +68,8 @@ def _layers(
     batch_first: bool,
     layer_fn: Any,
 ) -> tuple[torch.Tensor, list[Any]]:
-    """What `_PYTORCHS` returns: the last layer's output, [time, rows, features] or as ``batch_first`` says, and each
-    layer's last hidden state, of both directions."""
+    """Returns the same as `_PYTORCHS`: the last layer's output, [time, rows, features] or as ``batch_first`` says, and
+    each layer's last hidden states, for each direction."""
     if not (train and dropout and num_layers > 1):
         values, states = _PYTORCHS(
             values, hidden, params, has_biases, num_layers, dropout, train, bidirectional, batch_first, layer_fn

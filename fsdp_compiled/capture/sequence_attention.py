@@ -1,14 +1,14 @@
-"""Context parallelism: attention over sequences of which each rank along an axis of the mesh has a stretch.
+"""Context parallelism: attention over sequences that are split among the ranks along an axis of the mesh.
 
     tokens [rows, time]                       each rank along the axis has its part of the time
     q, k, v [rows, heads, own time, size]
     k, v = all_gather(k), all_gather(v)       this layer's keys and values; backward is a reduce-scatter
     y = attention(q, k, v)                    [rows, heads, own time, size]; positions behind one's own are left out
 
-Everything else works on tokens one by one, and the mean of the ranks' losses is the loss of the whole sequences. So a
-stretch is a batch like any other for the axis that shards, and no other code knows of sequences. That keys and values
-are gathered, and not passed on in a ring, is how Llama 3 was trained (Llama Team, 2024, section 3.3.2); that a rank has
-a piece from the beginning and one from the end is from there and from PyTorch's ``context_parallel``.
+Everything else works on tokens one by one, and the mean of the ranks' losses is the loss of the whole sequences. So
+along the shard axis a stretch is a batch like any other, and no other code knows of sequences. Llama 3 was trained with
+keys and values gathered, and not passed on in a ring (Llama Team, 2024, section 3.3.2). Each rank has a piece from the
+beginning and one from the end, as there and in PyTorch's ``context_parallel``.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ ALONG = ("shard", "replicate")
 
 
 class SequenceAttention(nn.Module):
-    """Causal attention, of sequences that ranks along ``axis`` have in stretches.
+    """Causal attention over sequences that are split among the ranks along ``axis``.
 
     axis
-        ``"shard"`` or ``"replicate"``: ranks along it have the same sequences, each a stretch of its own, all as long.
+        ``"shard"`` or ``"replicate"``: each rank along it has its own stretch of the same sequences, all equally long.
     scale
-        Of the products of queries and keys; None: one over the square root of a head's size.
+        The factor for the products of queries and keys; None: one over the square root of a head's size.
 
-    Called outside of a compiled step, or where the mesh has no such axis of several ranks, it takes what it is given
-    for the whole.
+    Outside of a compiled step, or if the mesh does not have several ranks along this axis, its inputs count as the
+    whole sequences.
     """
 
     def __init__(self, axis: Literal["shard", "replicate"], scale: float | None = None) -> None:
@@ -51,9 +51,9 @@ class SequenceAttention(nn.Module):
     def forward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, positions: torch.Tensor
     ) -> torch.Tensor:  # fmt: skip
-        """``q``, ``k``, ``v``: ``[rows, heads, own time, size]``, keys and values with as many heads or a part of them.
+        """``q``, ``k``, ``v``: ``[rows, heads, own time, size]``; keys and values may have fewer heads than queries.
 
-        ``positions``: of these tokens in their sequences, whole numbers, ``[own time]`` or ``[rows, own time]``.
+        ``positions``: the integer positions of these tokens in their sequences, ``[own time]`` or ``[rows, own time]``.
         """
         return _attention(q, k, v, positions, positions, self.scale)
 
@@ -120,7 +120,7 @@ def along_sequences(axes: Axes) -> Iterator[None]:
 
 
 def check_attention(modules: Iterable[tuple[str, nn.Module]], policy: Policy) -> None:
-    """Raises ``ValueError`` where ranks' losses would not count alike."""
+    """Raises ``ValueError`` if the losses of ranks would not have equal weights."""
     for name, module in modules:
         if isinstance(module, SequenceAttention) and policy.weigh == "rows":
             raise ValueError(

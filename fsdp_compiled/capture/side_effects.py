@@ -1,13 +1,13 @@
-"""What a model's code may do besides computing, and what becomes of it when the code is traced once and not run.
+"""Side effects of a model's code, and what happens to each kind when the code is traced once and does not run again.
 
-- *Said*: `print`, `warnings` and loggers. A program says nothing; the calls are left out of it.
-- *Kept*: tensors that forward leaves in attributes, containers and variables, ``self.last = y``. They would be tensors
-  without values, so each place gets its old value back, which is said. One that forward also reads,
-  ``self.h = f(self.h)``, is state: the program writes its new value to it.
-- *Counted*: other Python values that change, ``self.calls += 1``. They too are as they were, which is said.
-- *Depended on*: what the next call would read of it, ``if self.calls > 3``, ``if "h" in self.cache``. A program would
-  not see it, so the code is refused. Whether it would is found by a second trace, of the call after this one: it begins
-  with what the first has left, takes counters for unknown and lists that grew for long, and must come to the same.
+- *Said*: `print`, `warnings` and loggers. A program leaves these calls out.
+- *Kept*: tensors that forward leaves in attributes, containers and variables, ``self.last = y``. They would be fake
+  tensors, so each place gets its old value back, and a warning says so. If forward also reads the tensor,
+  ``self.h = f(self.h)``, it is state: the program writes its new value to it.
+- *Counted*: other Python values that change, ``self.calls += 1``. They get their old value back too, with a warning.
+- *Depended on*: side effects that the next call would read, ``if self.calls > 3``, ``if "h" in self.cache``. A program
+  would not see them, so the code is refused. A second trace, of the next call, finds out whether it reads them. It
+  starts from the side effects of the first, with counters as symbols and grown lists made long. It must give the same.
 - *Wrapped*: a submodule under `torch.compile` is traced as the module inside.
 """
 
@@ -48,7 +48,7 @@ def speech() -> set[Callable[..., Any]]:
 
 
 def inside(module: nn.Module) -> nn.Module:
-    """The module itself, or what `torch.compile` made it from."""
+    """The module itself, or the inner module if `torch.compile` wraps it."""
     return module._modules.get("_orig_mod") or module
 
 
@@ -71,10 +71,10 @@ def unwrapped(model: nn.Module) -> Iterator[None]:
 
 
 class SideEffects:
-    """What a trace left on Python objects that outlive it, and what becomes of it.
+    """The changes that a trace made to Python objects that outlive it, and what happens to them.
 
     ``state``: the new values of tensors that the code reads and replaces, by name. ``symbolic``: the sources of
-    integers that it reads and changes, which a second trace takes for unknown.
+    integers that it reads and changes; a second trace treats them as symbols.
     """
 
     def __init__(self, mutations: Mutations, closed: Mapping[int, str], results: Collection[int]) -> None:
@@ -84,13 +84,14 @@ class SideEffects:
 
     @property
     def doubtful(self) -> bool:
-        """Whether the next call might compute something else, for all that can be known without tracing it."""
+        """Whether the next call might compute something else, as far as one can tell without a trace of it."""
         return bool(self.state) or any(entry.read for entry in self.rest)
 
     def check(self, closed: Mapping[int, str], again: Sequence[Entry], tables: Container[int]) -> None:
-        """Raises `CaptureError` if a second trace, of the call after this one, reads what this one left.
+        """Raises `CaptureError` if a second trace, of the next call, reads side effects of this one.
 
-        ``closed``: the tensors that it reads. ``again``: what it changes. ``tables``: what is computed from nothing.
+        ``closed``: the tensors that the second trace reads. ``again``: its changes. ``tables``: the tensors that are
+        computed from no input.
         """
         left = {id(leaf) for leaf in leaves(self.entries)}
         for key, name in closed.items():
@@ -103,7 +104,7 @@ class SideEffects:
                     raise CaptureError(self.refusal(f"reads and changes {entry}"))
 
     def refusal(self, what: str = "") -> str:
-        """Why this cannot be, with the cure."""
+        """The text of the refusal: why the code cannot be captured, and the cure."""
         names = [str(entry) for entry in self.rest if entry.read] or list(self.state)
         what = what or f"reads and changes {some(names)}"
         return (
@@ -113,11 +114,11 @@ class SideEffects:
         )
 
     def lost(self, tables: Collection[int]) -> list[Entry]:
-        """What holds tensors, but for tables that the program computes from nothing."""
+        """The changed objects that hold tensors, except tables that the program computes from no input."""
         return [entry for entry in self.rest if entry.keeps_tensors and not _all_in(entry, tables)]
 
     def tell(self, model: nn.Module, tables: Collection[int]) -> None:
-        """Names what is not kept, once for each model, but for tables that the program computes from nothing."""
+        """Logs which changes are not kept, once for each model, except tables that are computed from no input."""
         if lost := [entry.name for entry in self.lost(tables)]:
             _say(
                 model,
@@ -142,8 +143,8 @@ def tell_batch(model: nn.Module, changed: Sequence[str]) -> None:
 
 
 def is_made_anew(entry: Entry, code: Iterable[types.CodeType]) -> bool:
-    """Whether a tensor took the place of one like it, as `weight_norm`'s and pruning's hooks put a layer's weight there
-    before each call: for forward itself, which reads it. ``code``: that was traced. A scalar is somebody's loss."""
+    """Whether a tensor replaced one like it for forward itself, which reads it: `weight_norm`'s and pruning's hooks set
+    a layer's weight so before each call. ``code``: the traced code. Scalars do not count: they may be a loss."""
     old, new = entry.old, entry.new
     both = isinstance(old, torch.Tensor) and isinstance(new, torch.Tensor)
     alike = both and old.dim() > 0 and old.shape == new.shape and old.dtype == new.dtype
@@ -158,7 +159,7 @@ def _loaded(code: Iterable[types.CodeType]) -> set[Any]:
 
 
 def unread_results(names: Sequence[str]) -> str:
-    """Why what a call of the model leaves there cannot be, where a loop of the user's goes on with it."""
+    """The text of the refusal if forward leaves tensors in these places for the user's own training loop."""
     return (
         f"Forward leaves tensors in {some(names)}, where your loop would find what was there before: a program gives "
         "what forward returns. Return them, as (output, losses); or, without gradients, call the model inside of "

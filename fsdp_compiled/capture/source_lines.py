@@ -20,7 +20,7 @@ from fsdp_compiled.torch_private.dynamo import Unsupported, UserError
 OURS = os.path.dirname(os.path.dirname(__file__)) + os.sep  # the package
 
 
-MARK = "stretch"  # of a number in a run of equal ones; among the modules that a node came from
+MARK = "stretch"  # begins a key in ``nn_module_stack`` that says which stretch of a run of equal ones a node came from
 
 
 def is_backward(node: fx.Node) -> bool:
@@ -30,7 +30,7 @@ def is_backward(node: fx.Node) -> bool:
 def path_of(node: fx.Node) -> str:
     """The innermost submodule that the node came from: ``layers.0.attention``, ``(model)``; empty for the loss.
 
-    What autograd adds of its own accord, to sum two gradients, counts to the node before it.
+    A node that autograd itself adds to sum two gradients has the path of the node before it.
     """
     stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack") or {}
     if not stack and is_backward(node) and node.prev.op == "call_function":
@@ -45,7 +45,7 @@ def path_in(entries: Iterable[str]) -> str:
 
 @lru_cache(1 << 14)
 def _submodule(text: str) -> str:
-    """The same of Dynamo's name of a module, which many nodes have; empty where it is none of the model's."""
+    """The same, from Dynamo's name of one module; empty if the model does not have it. Cached: many nodes share one."""
     found = re.sub(r"getattr\((.*), '([^']+)'\)", r"\1.\2", _flatten_getattr(text))
     match = re.search(r"\.model\.?(.*)$", found)
     if not match:
@@ -55,7 +55,7 @@ def _submodule(text: str) -> str:
 
 
 def stretch_of(node: fx.Node) -> tuple[int, int] | None:
-    """The equal stretch that the node came from: of which run, and which. What autograd adds, as in `path_of`."""
+    """The equal stretch that the node came from, as (run, stretch). Nodes that autograd adds: as in `path_of`."""
     stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack") or {}
     if not stack and is_backward(node) and node.prev.op == "call_function":
         return stretch_of(node.prev)
@@ -75,9 +75,9 @@ def _flatten_getattr(text: str) -> str:
 
 
 def reason(error: BaseException) -> str:
-    """What Dynamo says, without its hints to report an issue and its own stack.
+    """Dynamo's message, without its own stack and its hints to report an issue.
 
-    An exception that the user's code or an operator raised speaks for itself.
+    For an exception that the user's code or an operator raised, only its own message.
     """
     said = str(error).split("from user code:")[0]
     if "<function Sharded." in said:
@@ -146,7 +146,7 @@ CURES = (
     ("compiler.disable", "remove torch.compiler.disable from what forward calls."),
     ("nn.Parameter", "build modules and parameters in __init__, where the optimizer finds them."),
 )
-# By what Dynamo says in its line "Developer debug context".
+# The cures by words in Dynamo's line "Developer debug context".
 CONTEXTS = (
     (
         ("(Generator)", "torch._C.Generator"),
@@ -169,7 +169,7 @@ CURE = (
 
 
 def cure(reason: str, error: BaseException | None = None) -> str:
-    """What to do about what Dynamo says, in the line that gives the reason and in the rest of its error."""
+    """The cure for Dynamo's error, found by its reason and by the rest of its text; empty if none is known."""
     context = re.search("Developer debug context:(.*)", str(error))
     for names, text in CONTEXTS:
         if context is not None and any(name in context[1] for name in names):
@@ -187,7 +187,7 @@ def explanation(model: str, error: BaseException) -> str:
 
 
 def is_users(path: str) -> bool:
-    """Whether a file is neither of PyTorch, of this package, nor of Python itself."""
+    """Whether a file belongs neither to PyTorch nor to this package nor to Python itself."""
     if "site-packages" not in path and path.startswith(sysconfig.get_path("stdlib")):
         return False
     return not path.startswith((os.path.dirname(torch.__file__) + os.sep, OURS))

@@ -1,4 +1,4 @@
-"""`torch.nn.SyncBatchNorm`: the statistics of the batch that all ranks hold together, as operators of the program.
+"""`torch.nn.SyncBatchNorm`: statistics over the batches of all ranks, as operators of the program.
 
     each rank                  mine: float32[2 C + 1] = cat(mean(x), var(x), n)
     along each axis            all: float32[W, 2 C + 1] = all_gather(mine); wait
@@ -7,10 +7,10 @@
                                var = sum over W of share * (all[:, var] + (all[:, mean] - mean)^2)
     each rank                  y = (x - mean) * rsqrt(var + eps) * weight + bias
 
-Every rank's loss depends on every rank's batch, so backward of the gather is a reduce-scatter of the gradients by
-``mine``: the traced program has one more collective a norm and axis in forward and one in backward, and no other code
-knows of them. The variances are combined as Chan, Golub and LeVeque (1983) do it: unlike a mean of squares, that loses
-no digits where the mean is large.
+Every rank's loss depends on every rank's batch, so backward of the all-gather is a reduce-scatter of the gradients by
+``mine``. For each norm and axis the traced program has one more collective in forward and one in backward; no other
+code knows of them. The variances are combined as by Chan, Golub and LeVeque (1983): unlike a mean of squares, this
+loses no digits if the mean is large.
 
 PyTorch's own refuses CPUs and holds a process group; this one runs wherever the program does, on the mesh's axes.
 """
@@ -34,7 +34,7 @@ Axes = Sequence[tuple[str, int]]
 
 
 class AllGather(torch.autograd.Function):
-    """``[n] -> [size * n]``, every rank's part in order; the gradient of a part is the sum of what ranks made of it."""
+    """``[n] -> [size * n]``: all ranks' parts in order. Backward sums all ranks' gradients of a part."""
 
     @staticmethod
     def forward(ctx: Any, part: torch.Tensor, axis: str, size: int) -> torch.Tensor:
@@ -100,7 +100,7 @@ def synchronised(axes: Axes) -> Iterator[None]:
 
 
 def check_norms(modules: Iterable[tuple[str, nn.Module]], policy: Policy) -> None:
-    """Raises ``ValueError`` for a SyncBatchNorm that is to synchronise some of the ranks, or unequal ones."""
+    """Raises ``ValueError`` for a SyncBatchNorm over only some of the ranks, or if ranks have unequal weights."""
     for name, module in modules:
         if not isinstance(module, nn.SyncBatchNorm):
             continue

@@ -1,4 +1,4 @@
-"""A model that was cut along the tp axis is traced as what each rank computes on its parts.
+"""For a model that is sharded along the tp axis, traces what each rank computes on its own shards.
 
     given to the trace                            inside the traced function
 
@@ -6,26 +6,26 @@
     loss(model, tokens)                           the user's code, on DTensors where the plan has them
     all_reduce(y, "sum", "group 7")               all_reduce(y, "sum", "tp")
 
-Parts go in as plain tensors, so that their gradients are plain too, and ``from_local``'s backward sums what each rank
-made of a weight that all have whole: given DTensors, AOTAutograd leaves such gradients partial and does not say so. The
-names of process groups differ from rank to rank, and become the axis. What is returned as a DTensor becomes the whole;
-in a loop of the user's it stays one, whose part is the program's result (`Layout`).
+Shards are passed in as plain tensors, so their gradients are plain too. For a weight that all ranks hold whole,
+``from_local``'s backward sums the ranks' gradients; if AOTAutograd gets DTensors, it silently leaves such gradients
+partial. The names of process groups differ from rank to rank, so the axis replaces them. A returned DTensor becomes the
+full tensor. In the user's own training loop it stays a DTensor, and its shard is the program's result (`Layout`).
 
-`loss_parallel` is cross-entropy on logits whose classes are cut along the tp axis: nothing of the size of the
+`loss_parallel` is cross-entropy on logits whose classes are sharded along the tp axis: no tensor of the size of the
 vocabulary is gathered.
 
     logits: float32[8, 16], a part of [8, 32]      max = all_reduce(max of the part, "max")
                                                    sum = all_reduce(sum of exp(part - max), "sum")
     loss = cross_entropy(logits, targets)          chosen = all_reduce(the part's logit at the target, or 0, "sum")
 
-PyTorch's `loss_parallel` does this while its block is open, backward included, which a loss that is traced whole cannot
-keep open. So its handlers are there for the whole trace, and act where the class dim is cut; the user's own
-``with loss_parallel():`` is as it is in eager PyTorch. Its backward takes for granted that a log-softmax goes into
-``nll_loss`` and nowhere else, and is wrong in silence where it does not. Here both derivatives are the true ones, for
-one all-reduce of a number a row more.
+PyTorch's `loss_parallel` does this only while its block is open, also for backward; a loss that is traced whole cannot
+keep it open. So its handlers are active for the whole trace, wherever the class dim is sharded. The user's own
+``with loss_parallel():`` is as it is in eager PyTorch. PyTorch's backward assumes that only ``nll_loss`` reads a
+log-softmax, and is silently wrong if anything else does. Here both derivatives are exact, for one more all-reduce of
+one number a row.
 
-The table of handlers, and PyTorch's own for these operators, are private. Without them logits are gathered for the
-loss, as DTensor does by itself.
+The table of handlers, and PyTorch's own handlers for these operators, are private. Without them DTensor gathers the
+logits for the loss.
 """
 
 from __future__ import annotations
@@ -49,14 +49,14 @@ from fsdp_compiled.torch_private.names import uses
 
 @dataclass(frozen=True)
 class Parts:
-    """Which tensors of the trace are parts of DTensors, tied ones under all their names, and where those lie."""
+    """Which tensors of the trace are shards of DTensors, tied ones under all their names, and the placement of each."""
 
     mesh: DeviceMesh | None = None
     placements: tuple[tuple[tuple[str, ...], TensorParallel], ...] = ()
 
     @property
     def hint(self) -> str:
-        """What may be behind an error in the model's code."""
+        """A likely cause of an error in the model's code, for its message."""
         if self.mesh is None or self.mesh.size() == 1:
             return ""
         ranks = self.mesh.size()
@@ -69,7 +69,7 @@ class Parts:
         )
 
     def joined(self, named: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """The same tensors, with a DTensor in the place of each part; traced."""
+        """The same tensors, with a DTensor in the place of each shard. Dynamo traces this function."""
         found = dict(named)
         if self.mesh is not None:
             for names, tp in self.placements:
@@ -82,7 +82,7 @@ class Parts:
 
 
 def joined(part: torch.Tensor, tp: TensorParallel, mesh: DeviceMesh) -> DTensor:
-    """The DTensor that has this part here; its derivative goes to the part, summed where each rank has a summand."""
+    """The DTensor that has this shard on this rank. Its gradient goes to the shard, summed where it is partial."""
     placement = Replicate() if tp.dim is None else Shard(tp.dim)
     if not tp.uneven:
         return DTensor.from_local(part, mesh, (placement,), run_check=False)
@@ -94,14 +94,14 @@ def joined(part: torch.Tensor, tp: TensorParallel, mesh: DeviceMesh) -> DTensor:
 
 
 def whole(value: torch.Tensor) -> torch.Tensor:
-    """A plain tensor of what a DTensor holds on all ranks; traced."""
+    """The full plain tensor of a DTensor; other tensors as they are. Dynamo traces this function."""
     return value.full_tensor() if isinstance(value, DTensor) else value
 
 
 class Layout(NamedTuple):
-    """How a result lies along the tp axis: ``dim`` is cut, or, with None, each rank has the whole; and its whole shape.
+    """The layout of a result along the tp axis: ``dim`` is sharded (None: each rank has the whole); and its full shape.
 
-    It is given back as the DTensor that the model returned.
+    With it the call returns the result as a DTensor, as the model did.
     """
 
     mesh: DeviceMesh
@@ -110,7 +110,7 @@ class Layout(NamedTuple):
     stride: tuple[int, ...]
 
     def filled(self, part: torch.Tensor) -> DTensor:
-        """The DTensor whose part this is; its derivative goes to the part."""
+        """The DTensor that has this shard on this rank. Its gradient goes to the shard."""
         placement = Replicate() if self.dim is None else Shard(self.dim)
         return DTensor.from_local(
             part, self.mesh, (placement,), run_check=False, shape=torch.Size(self.shape), stride=self.stride
@@ -118,7 +118,7 @@ class Layout(NamedTuple):
 
 
 def layout_of(value: Any) -> Any:
-    """What `Layout` says of a DTensor, as plain numbers, since that is what a traced function can return; or None."""
+    """The contents of a DTensor's `Layout` as plain numbers, which a traced function can return; None for others."""
     if not isinstance(value, DTensor):
         return None
     (placement,) = value.placements
@@ -127,7 +127,7 @@ def layout_of(value: Any) -> Any:
 
 
 def layouts(found: Sequence[Any], mesh: DeviceMesh | None) -> list[Layout | None]:
-    """Raises `CaptureError` for a result that no rank has whole or a part of."""
+    """A `Layout` for each result, None for plain tensors. Raises `CaptureError` for a result that is Partial."""
     made: list[Layout | None] = []
     for one in found:
         if one is not None and one[0] == -2:
@@ -140,12 +140,12 @@ def layouts(found: Sequence[Any], mesh: DeviceMesh | None) -> list[Layout | None
 
 
 def own_part(value: torch.Tensor) -> torch.Tensor:
-    """What this rank has of a DTensor, with the derivative that belongs to it; traced."""
+    """This rank's shard of a DTensor, with its derivative; other tensors as they are. Dynamo traces this function."""
     return value.to_local() if isinstance(value, DTensor) else value
 
 
 def parts_of(plan: Plan, mesh: DeviceMesh | None) -> Parts:
-    """By the names of the plan's parameters."""
+    """The parts of the plan's parameters, by their names in the plan."""
     leaves = [slot.leaf for buffer in plan.buffers for slot in buffer.slots]
     return Parts(mesh, tuple((leaf.names, leaf.tp) for leaf in leaves if leaf.tp is not None))
 
@@ -185,7 +185,8 @@ def _handlers() -> dict[Any, Handler]:
 
 
 def _where_cut(operator: Any, handler: Handler, table: dict[Any, Handler]) -> Handler:
-    """The handler where the class dim is cut, and what DTensor does without it elsewhere."""
+    """A handler that calls the given one if the class dim is sharded, and otherwise lets DTensor do what it does
+    without it."""
 
     def run(call: Any, args: Any, kwargs: Any) -> Any:
         value, dim = _class_dim(operator, args)
@@ -213,11 +214,11 @@ def _class_dim(operator: Any, args: Any) -> tuple[Any, int]:
 def _log_softmax_backward(_call: Any, args: Any, _kwargs: Any) -> Any:
     """``d_x = d_y - exp(y) * sum(d_y)``, the sum over all classes."""
     gradient, output, dim, dtype = args
-    total = gradient.sum(dim, keepdim=True).redistribute(placements=[Replicate()])  # not the parts gathered instead
+    total = gradient.sum(dim, keepdim=True).redistribute(placements=[Replicate()])  # else parts are gathered
     return (gradient - torch.exp(output) * total).to(dtype)
 
 
 def _nll_loss_backward(call: Any, args: Any, kwargs: Any) -> Any:
-    """PyTorch's own is ``(one_hot * -1 + exp(y)) * d_loss``; with minus infinity for ``y``, it is that of nll_loss."""
+    """PyTorch's handler gives ``(one_hot * -1 + exp(y)) * d_loss``; with ``y`` = -inf, it is nll_loss's derivative."""
     gradient, output, *rest = args
     return losses._nll_loss_backward_handler(call, (gradient, torch.full_like(output, -torch.inf), *rest), kwargs)

@@ -1,7 +1,7 @@
-"""Hooks and methods that a trace went through, and whether they are the same at a call; see `guards`.
+"""Checks at each call that hooks and methods are those that the trace went through; see `guards`.
 
-Dynamo guards each module's dictionaries of hooks, of which most are empty and stay so, and neither the methods of
-classes nor the global hooks of modules.
+Dynamo guards each module's dictionaries of hooks, most of which are empty and stay empty. It guards neither the methods
+of classes nor the global hooks of modules.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ def is_ours(value: Any) -> bool:
 
 
 class Hooks:
-    """The dictionaries of hooks that were empty, and those of all modules of the process.
+    """The dictionaries of hooks that were empty, and the global hooks of modules.
 
-    They are looked at when a hook was registered anywhere in the process: each gets a number that PyTorch counts up.
+    They are checked again after any hook was registered in the process: PyTorch gives each hook the next number.
     """
 
     def __init__(self, root: nn.Module, empty: Iterable[dict[Any, Any]]) -> None:
@@ -68,7 +68,7 @@ class Hooks:
 
     @contextlib.contextmanager
     def as_traced(self, _objective: nn.Module) -> Iterator[None]:
-        """Inside, the model has this package's hooks that it was traced with, after the user's."""
+        """Inside, the model has the user's hooks, and then this package's hooks from the time of the trace."""
         now = [(hooks := getattr(self._root, name), dict(hooks)) for name in HOOKS]
         try:
             for (hooks, held), traced in zip(now, self._traced, strict=True):
@@ -92,8 +92,8 @@ class Hooks:
 
 
 class Methods:
-    """The functions of classes that the trace went through, where each was found: ``Block.forward``; and that no class
-    has a name since that it inherited before, which Dynamo asks where it found it."""
+    """The functions of classes that the trace went through, with the class that defines each: ``Block.forward``. Also
+    checks that no class has since overridden a name that it inherited: Dynamo checks only the base class."""
 
     def __init__(self, values: Iterable[Any], code: set[types.CodeType]) -> None:
         values = list(values)
@@ -122,7 +122,7 @@ class Methods:
         return False
 
     def _shadowed(self) -> tuple[type, str] | None:
-        """A class, and a name in it that it inherited before."""
+        """The first class that has overridden a name that it inherited, and the name."""
         for kind, names in zip(self._users, self._names, strict=True):
             for name in sorted(vars(kind).keys() - names):
                 kept = name.startswith("__") and not callable(vars(kind)[name])  # `__slotnames__`, by copy.deepcopy

@@ -1,9 +1,9 @@
-"""What forward asks of a tensor that a trace cannot answer as the call would.
+"""Refuses reads of a tensor that a trace cannot answer as the call would.
 
-While it traces, Dynamo has stand-ins in the place of the tensors, and answers of them: no gradient, no version, no
-base, no attributes of the user's, and the name of an unknown in the place of a number that is part of a text. Most of
-it ends in an error of Dynamo's own; what would go through with another answer than the call's is refused here, by the
-user's line. Written for torch 2.11 to 2.14.
+While it traces, Dynamo has fake tensors in the place of the tensors. They have no gradient, no version, no base and
+none of the user's attributes, and a number that is formatted into a string becomes the name of a symbol. Most of these
+reads end in an error of Dynamo's own. This file refuses those that would get a wrong answer without an error; the
+message has the user's line. Written for torch 2.11 to 2.14.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def refused(asked: set[str]) -> Iterator[None]:
             refuse(f"tensor.{name} is asked for: {NEVER[name]} is not known when a program is traced.")
         if name in ("grad", "_grad") and not tx.output.side_effects.has_pending_mutation_of_attr(self, "grad"):
             if self.source is None and self.has_grad_fn:
-                return ConstantVariable.create(None)  # as of all that is computed from parameters
+                return ConstantVariable.create(None)  # as for every tensor that is computed from parameters
             refuse("tensor.grad is asked for: a program is traced without the gradients that tensors have by then.")
         if name not in known:
             asked.add(name)
@@ -66,7 +66,8 @@ def refused(asked: set[str]) -> Iterator[None]:
 
 
 def check_attributes(batch: Mapping[str, torch.Tensor], asked: Iterable[str]) -> None:
-    """Raises ``ValueError`` where a tensor of the batch, by place, has an attribute that forward asks tensors for."""
+    """Raises ``ValueError`` if a tensor of the batch has an own attribute that forward reads on tensors. ``batch``: the
+    tensors by place."""
     for place, tensor in batch.items():
         if found := sorted(set(asked) & vars(tensor).keys()):
             raise ValueError(

@@ -1,12 +1,12 @@
 """A call ends in the exception that the user's code raises, as in eager PyTorch: ``except Stop`` catches it.
 
-Dynamo gives errors of its own for what the code raises while it is traced, and may not know how to make the exception
-at all. So where a trace ends at a ``raise`` or an ``assert`` of the user's, the same call is made once more, by Python
-itself, on the fake tensors of the trace. What it raises at that line is the user's exception, and what it did to
-Python objects before stays done, as in eager PyTorch.
+If the code raises while it is traced, Dynamo raises an error of its own, and may not even be able to construct the
+exception. So if a trace ends at a ``raise`` or an ``assert`` of the user's, Python itself runs the same call once more,
+on the fake tensors of the trace. If this run raises at that line, the call raises the user's exception. Its changes to
+Python objects stay, as in eager PyTorch.
 
-The trace's refusal stands where a fake tensor would be left somewhere, in the exception too, and where eager PyTorch
-would have written a tensor or drawn random numbers before it raised.
+The trace's refusal is raised instead if a fake tensor would be left anywhere, also in the exception, or if eager
+PyTorch would have written to a tensor or drawn random numbers before it raised.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def own_exception(
     gradient: bool,
     modes: GlobalModes | None = None,
 ) -> Exception | None:
-    """What the call raises where `dynamo.trace_whole` of these ended in ``refusal``; None where that stands."""
+    """The user's exception to raise after `dynamo.trace_whole` ended in ``refusal``; None if the refusal stands."""
     lines = {line for frame in _frames(refusal.__cause__) if (line := _statement(*frame))}
     batch = batch_tensors(args, kwargs)
     fakes = [one for group in (tensors.parameters, tensors.plain, tensors.buffers, batch) for one in group.values()]
@@ -95,12 +95,12 @@ class _Draws(TorchDispatchMode):
 
 
 def _alive() -> dict[int, FakeTensor]:
-    """The fake tensors that there are, by identity; who holds them keeps the identities theirs."""
+    """All living fake tensors, by identity. They stay alive in the result, so no other object gets their identity."""
     return {id(one): one for one in gc.get_objects() if issubclass(type(one), FakeTensor)}
 
 
 def _chain(error: BaseException | None, end: BaseException | None) -> Iterator[BaseException]:
-    """The error, and those that it was raised for or beside."""
+    """The error, and all errors in its chain of causes and contexts, up to ``end``."""
     if error is not None and error is not end:
         yield error
         yield from _chain(error.__cause__, end)
@@ -115,7 +115,7 @@ def _frames(error: BaseException | None) -> Iterator[tuple[str, int]]:
 
 
 def _statement(file: str, line: int) -> tuple[str, int] | None:
-    """The ``raise`` or ``assert`` of the user's that this line is of, by its file and first line."""
+    """The user's ``raise`` or ``assert`` statement that contains this line, by its file and first line."""
     first = next((first for first, last in _raising(file) if first <= line <= last), None) if is_users(file) else None
     return None if first is None else (file, first)
 

@@ -84,7 +84,7 @@ COMMANDS = {
 
 
 def parser(command: str | None) -> argparse.ArgumentParser:
-    """With the options of this command alone."""
+    """The parser, with the options of this command alone."""
     top = argparse.ArgumentParser(
         prog="fsdp-compiled",
         description="Fully sharded data parallelism as a compiler on top of torch.compile.",
@@ -125,7 +125,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _benchmarks() -> bool:
-    """Whether there are any: ``bench/`` of a clone, which can be imported from here on."""
+    """Whether there are benchmarks: ``bench/`` of a clone, which can be imported from here on."""
     root = Path(__file__).parents[2]
     if not (root / "bench" / "start.py").is_file():
         return False

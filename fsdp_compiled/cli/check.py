@@ -1,5 +1,5 @@
-"""`fsdp-compiled check`: what is tried on this machine, each beside what it must equal. A test says in words what it
-found, or raises: a line each as it is done, and one file to send with a report.
+"""`fsdp-compiled check`: tests of this machine, each compared with what it must equal. A test says in words what it
+found, or raises: a line for each as it is done, and one file to send with a report.
 
 On one process: the kernels, the two lowerings, CUDA graphs. Between ranks: the collectives, and a step of FSDP2.
 """
@@ -35,8 +35,8 @@ from fsdp_compiled.kernels.trial import Like, failure
 
 CONFIG = GPTConfig(layers=2, width=64, heads=2, context=16)
 STEPS = 3
-EAGER = 1e-6  # relative; 0 is what a CPU gives, and a GPU's atomics are not in the same order twice
-COMPILED = 1e-4  # of a compiled step, or one with fused kernels, after `STEPS` steps of AdamW
+EAGER = 1e-6  # relative; a CPU gives 0, but a GPU's atomics are not in the same order twice
+COMPILED = 1e-4  # for a compiled step, or one with fused kernels, after `STEPS` steps of AdamW
 MIB = 2**20
 RESULT = "check.json"
 ROW = "{:<28}{:<9}{}"
@@ -175,7 +175,7 @@ ALONE = (
 
 
 def collective(name: str) -> Test:
-    """One of the three that a step is made of, on 1 MiB, compared with what it must give."""
+    """A test of one of the three collectives of a step, on 1 MiB, compared with what it must give."""
 
     def run(device: torch.device) -> str:
         world, rank = dist.get_world_size(), dist.get_rank()
@@ -225,7 +225,7 @@ TOGETHER = (
 
 
 def results(tests: tuple[Test, ...], device: torch.device) -> Iterator[tuple[str, str, str]]:
-    """``(name, verdict, what was found)`` of each, as they are done; the verdict is ok, FAILED or skipped."""
+    """``(name, verdict, what was found)`` for each test, as it is done; the verdict is ok, FAILED or skipped."""
     for test in tests:
         try:
             yield test.name, "ok", test.run(device)
@@ -242,7 +242,7 @@ def add_check_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run_check(options: argparse.Namespace, _: Sequence[str]) -> int:
-    """Runs the tests, those between ranks as ranks; 1 where one fails."""
+    """Runs the tests, those between ranks as ranks; returns 1 if one fails."""
     if under_launcher():
         return _rank(options)
     if options.nproc is not None and options.nproc < 2:
@@ -264,7 +264,7 @@ def run_check(options: argparse.Namespace, _: Sequence[str]) -> int:
     with tempfile.TemporaryDirectory() as folder:
         out = options.out or Path(folder)
         (out / "logs").mkdir(parents=True, exist_ok=True)
-        # With one GPU, ranks share the CPU: what is between them is the same, but for NCCL.
+        # With one GPU, ranks share the CPU: what happens between them is the same, except for NCCL.
         hidden = {"CUDA_VISIBLE_DEVICES": ""} if gpus == 1 else {}
         command = [sys.executable, "-m", "fsdp_compiled", "check", "--out", str(out)]
         code = launch(command, options.nproc or max(gpus, 2), out / "logs", hidden, "check")
@@ -305,7 +305,7 @@ def _rank(options: argparse.Namespace) -> int:
     every: list[list[tuple[str, str, str]]] = [[] for _ in range(here.world)]
     dist.all_gather_object(every, rows)
     if here.first and options.out is not None:
-        # Of each test, the first rank that has something to say against it.
+        # For each test, the first rank that reports a fault.
         worst = [next((row for row in row_of if row[1] == "FAILED"), row_of[0]) for row_of in zip(*every, strict=True)]
         (options.out / "ranks.json").write_text(json.dumps(worst))
     return 0

@@ -11,9 +11,9 @@ one thing, so that the parts add up to its wall time:
     restoring    loading a checkpoint
     waiting      for the next batch, and for other ranks between steps
 
-attempts.jsonl in the run folder has a line for each attempt that began and one for each record of the journal, never
-rewritten: what a killed attempt did after its last checkpoint stands there too. *Goodput* is the share of all the time
-since the run began that went into steps that count: neither repeated after a failure nor spent on anything else.
+attempts.jsonl in the run folder has a line for each attempt that began and one for each record of the journal. It is
+never rewritten, so it also has what a killed attempt did after its last checkpoint. *Goodput* is the share of all the
+time since the run began that went into steps that count: neither repeated after a failure nor spent on anything else.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Clock:
         self._part, self._since = "starting", time.perf_counter()
 
     def enter(self, part: str) -> str:
-        """From now on time is spent on this part; returns the one before."""
+        """Counts time for this part from now on; returns the part before."""
         now = time.perf_counter()
         self._seconds[self._part] += now - self._since
         before, self._part, self._since = self._part, part, now
@@ -55,7 +55,7 @@ class Clock:
             self.enter(before)
 
     def move(self, source: str, part: str, seconds: float) -> None:
-        """What was spent on one part turned out to be another's."""
+        """Moves time that was counted for one part to another, to which it turned out to belong."""
         self._seconds[source] -= seconds
         self._seconds[part] += seconds
 
@@ -69,15 +69,15 @@ class Attempts:
     """Writes attempts.jsonl; owned by rank 0."""
 
     def __init__(self, out: Path, clock: Clock, world: int, step: int) -> None:
-        """``step``: after which this attempt goes on."""
+        """``step``: the step after which this attempt goes on."""
         self._clock = clock
         self._file = (out / FILE).open("a")
-        print(file=self._file)  # ends a line that the attempt before, killed or out of room, did not
+        print(file=self._file)  # ends a line that the attempt before did not end, being killed or out of room
         self._write({"began": time.time() - sum(clock.seconds.values()), "world": world, "step": step})
         self.add(step)
 
     def add(self, step: int, ended: str | None = None) -> None:
-        """``ended``: how, if this is the attempt's last word."""
+        """``ended``: how it ended, if this is the attempt's last word."""
         seconds = {part: round(value, 4) for part, value in self._clock.seconds.items()}
         self._write({"now": time.time(), "step": step, "seconds": seconds} | ({"ended": ended} if ended else {}))
 
@@ -106,7 +106,7 @@ class Spent:
 
 
 def read(out: Path) -> Spent | None:
-    """What attempts.jsonl says; None where there is none. A line that was cut off by a kill is passed over."""
+    """What attempts.jsonl says; None if there is none. A line that a kill cut off is passed over."""
     try:
         text = (out / FILE).read_text()
     except OSError:

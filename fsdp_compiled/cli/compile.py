@@ -34,7 +34,7 @@ def add_compile_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run_compile(chosen: argparse.Namespace, _: Sequence[str]) -> int:
-    """Runs the script in a cache folder of its own, and packs what it leaves there; the exit code."""
+    """Runs the script in a cache folder of its own, and packs what it leaves there; returns the exit code."""
     script, nproc = chosen.script, chosen.nproc
     if not script.is_file():
         raise ValueError(f"{script} does not exist; give a Python script")
@@ -61,7 +61,7 @@ def run_compile(chosen: argparse.Namespace, _: Sequence[str]) -> int:
 
 
 def _made_for(notes: Path, ranks: int) -> Mapping[str, Any]:
-    """What the ranks' code depends on; raises ``ValueError`` where they compiled nothing, or each something else."""
+    """What the ranks' code depends on. Raises ``ValueError`` if they compiled nothing, or each something else."""
     found = [json.loads(path.read_text()) for path in sorted(notes.glob("rank*.json"))]
     if len(found) != ranks:
         raise ValueError(

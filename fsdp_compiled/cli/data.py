@@ -10,9 +10,9 @@ targets.
     7 2 9 | 0 5 1 | 8 3   6 | 4 1 0 | ...       the order of windows, from the seed alone; | where a step begins
             ^ position 3
 
-*Position* counts the windows that steps have taken since the run began, by all ranks together. A step takes the next
-``batch`` windows, across the end of an epoch too, so that in each epoch every window is seen once. How the windows of a
-step are dealt out to ranks follows from the number of ranks, and is the only thing that does: `Share`.
+*Position* counts the windows that the steps of all ranks together have taken since the run began. A step takes the next
+``batch`` windows, across the end of an epoch too, so that in each epoch every window is seen once. Only the dealing out
+of a step's windows to ranks depends on the number of ranks: `Share`.
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ class Windows:
 
 
 def padded(tokens: Tensor, targets: Tensor, rows: int) -> tuple[Tensor, Tensor]:
-    """With so many rows, of which those that are new have `IGNORED` targets: nothing of them counts."""
+    """Pads to so many rows. The new rows have `IGNORED` targets, so nothing of them counts."""
     spare = (0, 0, 0, rows - len(tokens))
     return F.pad(tokens, spare), F.pad(targets, spare, value=IGNORED)
 
@@ -193,20 +193,20 @@ class Share:
 
 
 def share(batch: int, world: int, most: int) -> Share:
-    """With at most ``most`` windows of a rank at once."""
+    """The share with at most ``most`` windows on a rank at once."""
     of_a_rank = -(-batch // world)
     parts = -(-of_a_rank // most)
     return Share(batch, world, -(-of_a_rank // parts), parts)
 
 
 class Loader:
-    """This rank's microbatches, step after step. Has the state of all ranks' position, the same on each of them."""
+    """This rank's microbatches, step after step. Its state is the position of all ranks, the same on each of them."""
 
     def __init__(self, windows: Windows, how: Share, seed: int, rank: int) -> None:
         self.position = 0
         self._windows, self._how, self._seed, self._rank = windows, how, seed, rank
         self._epoch, self._order = -1, torch.empty(0, dtype=torch.int64)
-        self._source = {  # what a position means something for
+        self._source = {  # what a position depends on
             "text": zlib.crc32(windows.text.numpy().data),
             "bytes": windows.text.numel(),
             "context": windows.context,
@@ -235,7 +235,7 @@ class Loader:
 
     def _permutation(self, epoch: int) -> Tensor:
         if epoch != self._epoch:
-            # Of a seed the generator uses 32 bits; this spreads both numbers over them.
+            # The generator uses 32 bits of a seed; this spreads both numbers over them.
             generator = torch.Generator().manual_seed(zlib.crc32(f"{self._seed} {epoch}".encode()))
             self._epoch, self._order = epoch, torch.randperm(len(self._windows), generator=generator)
         return self._order
@@ -244,7 +244,7 @@ class Loader:
         return {"position": self.position, **self._source}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Raises ``ValueError`` for the position in another order: of another text, seed, context or batch."""
+        """Raises ``ValueError`` for a position in another order: that of another text, seed, context or batch."""
         for name, meaning in MEANINGS.items():
             if state.get(name) != self._source[name]:
                 raise ValueError(

@@ -73,9 +73,9 @@ class GPT(nn.Module):
 
     @torch.no_grad()
     def reset_weights(self, config: GPTConfig) -> None:
-        """Every matrix keeps the variance of its input; what is added to the residual stream shrinks with
-        depth, so that the stream leaves the last block at about the scale it entered the first."""
-        # Tied, so small: a byte must not start out as its own likeliest successor.
+        """Every matrix keeps the variance of its input. What is added to the residual stream shrinks with depth, so the
+        stream leaves the last block at about the scale at which it entered the first."""
+        # It is tied, and therefore small: a byte must not start out as its own likeliest successor.
         nn.init.normal_(self.embed.weight, std=0.02)
         residual = 1 / math.sqrt(2 * config.layers)
         for block in self.layers:
@@ -92,7 +92,7 @@ class GPT(nn.Module):
         """tokens [batch, time] int64, time at most the context -> logits [batch, time, 256]."""
         time = tokens.shape[1]
         cos, sin = self.cos[:time], self.sin[:time]
-        # What is small enough for the output is too small beside what the blocks add.
+        # Values that are small enough for the output are too small beside what the blocks add.
         x = self.embed(tokens) * math.sqrt(self.embed.embedding_dim)
         for block in self.layers:
             x = block(x, cos, sin)

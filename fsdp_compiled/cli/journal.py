@@ -37,7 +37,7 @@ class Record:
 
 @contextmanager
 def whole_file(path: Path, mode: str = "w") -> Iterator[IO[Any]]:
-    """A file that is at ``path`` once all of it is written and on disk; else what was there is."""
+    """A file that is at ``path`` once all of it is written and on disk; until then, what was there stays."""
     unfinished = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         with unfinished.open(mode) as file:
@@ -53,7 +53,7 @@ class Journal:
     """Owned by rank 0."""
 
     def __init__(self, out: Path, step: int = 0) -> None:
-        """``step``: after which the run goes on; what the folder tells of later ones is forgotten."""
+        """``step``: the step after which the run goes on; what the folder has of later steps is dropped."""
         self.records = [record for record in read(out) if record.step <= step]
         with whole_file(out / FILE) as file:
             for record in self.records:
@@ -70,7 +70,7 @@ class Journal:
                     self._events.add_scalar(name, value, record.step)
 
     def sync(self) -> None:
-        """Before a checkpoint: the lines up to its step outlive the machine, as it does."""
+        """Syncs before a checkpoint, so that the lines up to its step outlive the machine, as the checkpoint does."""
         os.fsync(self._file.fileno())
 
     def close(self) -> None:
@@ -80,13 +80,13 @@ class Journal:
 
     @property
     def val_loss(self) -> float | None:
-        """The latest."""
+        """The latest validation loss."""
         return next((record.val_loss for record in reversed(self.records) if record.val_loss is not None), None)
 
     @property
     def train_loss(self) -> float | None:
-        """The mean over the last twenty records: one step's loss says more of its batch than of the model. Without
-        those of steps that were skipped."""
+        """The mean over the last twenty records, since one step's loss says more of its batch than of the model. Steps
+        that were skipped do not count."""
         last = [record.loss for record in self.records[-20:] if math.isfinite(record.loss)]
         return sum(last) / len(last) if last else None
 
@@ -133,9 +133,9 @@ COMPILING = "compiling %d of %d pieces"  # how the package's log says how far a 
 
 class Progress:
     def __init__(self, steps: int, tokens: int, shown: bool = True) -> None:
-        """``tokens``: of all ranks, in one step. ``shown``: not on the other ranks."""
+        """``tokens``: of all ranks, in one step. ``shown``: False on the other ranks."""
         self._steps, self._tokens, self._shown = steps, tokens, shown
-        self._said = 0.0  # when the last line of a step was
+        self._said = 0.0  # when the last line of a step was printed
 
     def say(self, text: str) -> None:
         if self._shown:
@@ -152,12 +152,12 @@ class Progress:
 
 
 class Compiling(logging.Handler):
-    """Inside, the progress of the compiler is said too, every second at most."""
+    """Inside, the compiler's progress is printed too, at most every second."""
 
     def __init__(self, progress: Progress) -> None:
         super().__init__(logging.INFO)
         self._progress = progress
-        self._said = 0.0  # when the last line was
+        self._said = 0.0  # when the last line was printed
 
     def emit(self, record: logging.LogRecord) -> None:
         now = time.monotonic()

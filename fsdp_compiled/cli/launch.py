@@ -63,8 +63,8 @@ def start(options: TrainOptions, arguments: Sequence[str]) -> int:
 
 
 def restarting(command: Sequence[str], options: TrainOptions) -> int:
-    """`launch`, again and again as often as --max-restarts allows, unless the run ended as it should or was stopped,
-    be it that it failed in stopping."""
+    """Runs `launch` again, as often as --max-restarts allows, unless the run ended as it should or was stopped, even if
+    it failed while stopping."""
     assert options.out is not None and options.nproc is not None
     logs = options.out / "logs"
     with _signals() as received:
@@ -91,7 +91,7 @@ def _unused(logs: Path) -> Path:
 
 def resolve(options: TrainOptions, world: int | None = None) -> TrainOptions:
     """Checks what can be checked before anything is started, and chooses what was left open. ``world``: the number of
-    ranks, where they were started already."""
+    ranks, if they were started already."""
     found = resume.find(options.checkpoint) if options.checkpoint is not None else None
     if found is not None:
         options = resume.adopt(options, found)
@@ -126,8 +126,8 @@ def resolve(options: TrainOptions, world: int | None = None) -> TrainOptions:
 
 
 def refuse_used(out: Path, ours: bool = False) -> None:
-    """Raises ``ValueError`` for a folder that holds a run, unless it is the one that goes on (``ours``), or that cannot
-    be made or written; makes the folder."""
+    """Makes the folder. Raises ``ValueError`` if it holds a run, unless that is the one that goes on (``ours``), or if
+    it cannot be made or written."""
     if out.exists() and not out.is_dir():
         raise ValueError(f"--out: {out} is a file; give a folder")
     if not ours and any((out / name).exists() for name in CLAIMS):
@@ -155,7 +155,7 @@ def _train(options: TrainOptions) -> int:
 
 
 def _resolve_together(options: TrainOptions, here: RankInfo) -> TrainOptions:
-    """`resolve` on rank 0 of those that torchrun started; what it refuses is said by every rank, and none waits."""
+    """`resolve` on rank 0 of the ranks that torchrun started. Every rank says what it refuses, so none waits."""
     failure: Exception | None = None
     try:
         if here.first:
@@ -184,9 +184,9 @@ def launch(
 ) -> int:
     """Runs a command as `world` ranks. Rank 0 speaks on our standard output; the rest goes to `logs`.
 
-    `environment` is added to this process's own; `name` is the command that a failure is told of; `received` is
-    where the caller collects signals, if it does. Returns 0, the code of a rank that failed (its reason is printed
-    once, on standard error), or 128 and the signal's number if a signal stopped the run.
+    `environment` is added to this process's own; `name` is the command that a failure report names; `received` is the
+    list in which the caller collects signals, if it does. Returns 0, the code of a rank that failed (its reason is
+    printed once, on standard error), or 128 plus the signal's number if a signal stopped the run.
     """
     failure = logs / "failure.txt"
     failure.unlink(missing_ok=True)
@@ -231,7 +231,7 @@ def launch(
 
 
 def _gpu(rank: int, world: int, environment: Mapping[str, str]) -> dict[str, str]:
-    """What gives the rank its GPU, as the only one it sees: code that one rank compiled then runs on all of them."""
+    """The environment that shows the rank one GPU only, its own: code that one rank compiled then runs on all."""
     names = [name for name in environment.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
     if "CUDA_VISIBLE_DEVICES" not in environment:
         names = [str(index) for index in range(torch.cuda.device_count())]
@@ -289,7 +289,7 @@ def _tail(log: Path) -> str:
 
 @contextmanager
 def _signals() -> Iterator[list[int]]:
-    """Collects SIGINT and SIGTERM while the ranks run, in place of acting on them."""
+    """Collects SIGINT and SIGTERM while the ranks run, instead of acting on them."""
     received: list[int] = []
 
     def note(number: int, frame: FrameType | None) -> None:

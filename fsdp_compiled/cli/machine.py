@@ -28,7 +28,7 @@ def processor() -> str:
 
 
 def versions(*others: str) -> dict[str, str]:
-    """Of this package, torch, Python, the system, and other packages by name."""
+    """The versions of this package, torch, Python, the system, and other packages by name."""
     return {
         "fsdp-compiled": _version("fsdp-compiled"),
         "torch": torch.__version__,
@@ -46,22 +46,22 @@ def _version(name: str) -> str:
 
 
 def choose_lower(*, cuda: bool) -> tuple[str, str | None]:
-    """`--lower` when it was not given, and, where that is not inductor, one line that says why."""
+    """The choice of `--lower` if it was not given, and, if that is not inductor, one line that says why."""
     missing = _missing(cuda)
     if missing is None:
         return "inductor", None
     return "eager", f"--lower eager: inductor needs {missing}, which this machine lacks"
 
 
-# Tokens: on CPUs, about what a run must have left for compiled steps to make up for compiling, in processor time
+# Tokens: on CPUs, a run must have about as many left for compiled steps to make up for compiling, in processor time
 # (bench/results/start-up.json).
 SHORT = 600_000
 
 
 def told_short(lower: str, device: str, tokens: int) -> str | None:
-    """One line where a run on CPUs compiles for fewer than `SHORT` tokens that are left; nothing is chosen by it.
+    """One line if a run on CPUs compiles for fewer than `SHORT` remaining tokens; nothing is chosen by it.
 
-    Told by a count, which is the same in each run, not by a stopwatch.
+    It depends on a count, which is the same in each run, not on a stopwatch.
     """
     if lower != "inductor" or device != "cpu" or tokens >= SHORT:
         return None

@@ -12,7 +12,7 @@ T = TypeVar("T", int, float)
 
 
 def number(kind: Callable[[str], T], name: str, expected: str, fits: Callable[[T], bool]) -> Callable[[str], T]:
-    """What argparse reads an option's text with."""
+    """The function by which argparse reads an option's text."""
 
     def read(text: str) -> T:
         value = kind(text)
@@ -31,7 +31,7 @@ fraction = number(float, "fraction", "a number from 0", lambda value: 0 <= value
 
 
 def option(default: Any, about: str, kind: Any = None, metavar: str | None = None, **more: Any) -> Any:
-    """A field, and what argparse is told of it; its name is the option's."""
+    """A field, and what argparse is told of it; the field's name is the option's name."""
     told = {"default": default, "help": about, "type": kind, "metavar": metavar, **more}
     return field(default=default, metadata={name: value for name, value in told.items() if value is not None})
 

@@ -92,7 +92,7 @@ class Ranks:
 
     @contextmanager
     def naming(self) -> Iterator[None]:
-        """A collective that fails because a rank is gone says which."""
+        """If a collective fails because a rank is gone, lets the error say which."""
         try:
             yield
         except RuntimeError as error:
@@ -102,10 +102,10 @@ class Ranks:
 
 
 class Stop:
-    """A request to stop, that every rank follows after the same step.
+    """A request to stop, which every rank follows after the same step.
 
-    By SIGINT (Ctrl-C) or SIGTERM (the machine is wanted back), to the launcher, to torchrun or to any rank; or because
-    the launcher is gone. A second one ends this process at once.
+    It comes by SIGINT (Ctrl-C) or SIGTERM (the machine is wanted back), to the launcher, to torchrun or to any rank; or
+    because the launcher is gone. A second one ends this process at once.
     """
 
     def __init__(self) -> None:
@@ -136,8 +136,8 @@ class Stop:
         return self._signal
 
     def agreed(self, ranks: Ranks) -> int:
-        """The signal by which all ranks stop now, else 0. Every rank calls it after every step. The answer is that of
-        the call before, whose reduction ran during the step, so that no step waits for it."""
+        """The signal by which all ranks stop now, else 0. Every rank calls it after every step. The answer is from the
+        call before, whose reduction ran during the step, so no step waits for it."""
         before, self._answer = self._answer, self._question(ranks)
         if before is None:
             return 0
@@ -159,7 +159,7 @@ def tell_failure(rank: int, error: BaseException) -> None:
     """Writes why this rank failed, unless another rank failed before it."""
     if FAILURE not in os.environ:
         return
-    # These say all, and what to do; anything else needs the place it came from.
+    # These errors say all, and what to do; any other needs the place it came from.
     plain = isinstance(error, ValueError | RankError | SaveError)
     reason = f": {error}" if plain else ":\n" + "".join(traceback.format_exception(error)).rstrip()
     # It exists, or the disk is full, which must not hide the error.

@@ -1,7 +1,7 @@
 """Which run a checkpoint folder belongs to: run.json in it, beside the checkpoints.
 
-The run's first start writes it; each later start reads there which run folder to go on in and how many windows a step
-takes, and is refused where it would go on with other numbers than the run began with.
+The run's first start writes it. Each later start reads there in which run folder to go on and how many windows a step
+takes. It is refused if it would go on with other numbers than the run began with.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def find(folder: Path) -> dict[str, Any] | None:
 
 
 def adopt(options: TrainOptions, found: dict[str, Any]) -> TrainOptions:
-    """The options of a run that goes on; ``ValueError`` for one that was another."""
+    """The options of a run that goes on. Raises ``ValueError`` if it was another run."""
     was = found["options"]
     options = replace(
         options,
@@ -72,7 +72,7 @@ def write(options: TrainOptions) -> None:
 
 
 def bring_along(before: Path, out: Path) -> None:
-    """The journal of the run's folder up to now, into the one it goes on in."""
+    """Copies the journal of the run's folder up to now into the folder in which it goes on."""
     if before.absolute() == out.absolute():
         return
     for name in (journal.FILE, clock.FILE):

@@ -1,8 +1,8 @@
-"""What is on disk, on the terminal: a dump's plan with its final program or a stage, the difference between two; and
-checkpoints, converted.
+"""Shows what is on disk: a dump's plan with its final program or a stage, or the difference between two. Also converts
+checkpoints.
 
 A *stage* is one numbered text file of a dump folder (`00-capture.txt`); its name is what follows the number. Texts are
-folded: what repeats is shown once. ``whole``: as they are in the files.
+folded: what repeats is shown once. ``whole``: texts as they are in the files.
 """
 
 import argparse
@@ -65,7 +65,7 @@ def run_convert(chosen: argparse.Namespace, _: Sequence[str]) -> int:
 
 
 def show(run: Path, name: str | None = None, whole: bool = False) -> str:
-    """The plan, then the final program by unit, and where the run's time went; or, in their place, one stage."""
+    """The plan, the final program by unit, and where the run's time went; or one stage instead."""
     spent = clock.read(run) if name is None else None
     time = f"where the time went:\n{table(clock.rows(spent))}" if spent is not None else ""
     if time and not _dumped(run):  # it ended before its first step, or never wrote a dump
@@ -88,8 +88,7 @@ def page(run: Path) -> str:
 
 
 def diff(a: Path, b: Path, whole: bool = False) -> str:
-    """What is counted of both, and a unified difference: of two files, or of two runs' plans and stages of the same
-    name."""
+    """The counts of both, and a unified difference: of two files, or of two runs' plans and stages of the same name."""
     for path in (a, b):
         if not path.exists():
             raise ValueError(f"{path} does not exist; give a run folder, a dump folder or a stage's text file")
@@ -138,7 +137,7 @@ def _last(run: Path) -> Path:
 
 
 def _counts(a: Path, b: Path) -> list[str]:
-    """What is counted of two stages, where their folders say it and something differs."""
+    """The counts of two stages, if their folders have them and something differs."""
     one, other = (_figures(path) for path in (a, b))
     if one is None or other is None or one == other:
         return []

@@ -1,18 +1,17 @@
 """What a run says at its end: a sample of text, its results, where the time went, and the files that it wrote: the loss
 curve, the summary, and how it was made.
 
-Losses that the host has not read yet, and which rank's was no number.
+Losses that the host has not read yet, and the ranks whose loss was no number.
 
-A step returns its loss on the device; reading it makes the host wait. So losses are kept until the journal wants one,
-and then all that are kept are read in one transfer: the mean over the ranks, this rank's own, the gradient's norm. The
-mean and the norm are the same on every rank, so that all see in the same step that one is not finite, and only then ask
-each other whose it was.
+A step returns its loss on the device; reading it makes the host wait. So losses are kept until the journal wants one.
+Then all of them are read in one transfer: the mean over the ranks, this rank's own, the gradient's norm. The mean and
+the norm are the same on every rank, so all see in the same step that one is not finite. Only then do ranks ask each
+other whose it was.
 
 Text from the model, one byte at a time.
 
-The model runs on a window of one fixed shape [rows, context], so it is compiled once; a prediction reads only
-what stands before it, so what fills the window up does not matter. Rows continue the same prompt, each with
-its own draws.
+The model runs on a window of one fixed shape [rows, context], so it is compiled once. A prediction reads only what
+stands before it, so the rest of the window does not matter. Rows continue the same prompt, each with its own draws.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ from fsdp_compiled.cli.options import TrainOptions
 
 
 def curve(records: Sequence[Record], unigram: float, path: Path) -> bool:
-    """Draws train and validation loss over steps, with the byte-unigram model as the line to beat; whether it could."""
+    """Draws train and validation loss over steps, with the byte-unigram model as the line to beat; says if it could."""
     try:
         import matplotlib
     except ImportError:
@@ -123,7 +122,7 @@ def configuration(options: TrainOptions, **facts: object) -> dict[str, object]:
 
 
 def samples(texts: Sequence[bytes], prompt: bytes, out: Path) -> str:
-    """Writes them to ``sample.txt``; the first, to print."""
+    """Writes the texts to ``sample.txt``; returns the first, to print."""
     written = [text.decode("utf-8", errors="replace") for text in texts]
     rule = "\n\n" + "─" * 40 + "\n\n"
     (out / "sample.txt").write_text(rule.join(written) + "\n")
@@ -134,8 +133,8 @@ def samples(texts: Sequence[bytes], prompt: bytes, out: Path) -> str:
 def results(
     journal: Journal, speed: float, first: float, unigram: float, memory: int, skipped: int, seconds: float, out: Path
 ) -> str:
-    """Writes them to ``result.json``; the table of them, to print. ``speed``: tokens a second. ``first``: seconds of
-    the first step. ``memory``: a rank's peak. ``seconds``: of all."""
+    """Writes the results to ``result.json``; returns their table, to print. ``speed``: tokens a second. ``first``:
+    seconds of the first step. ``memory``: a rank's peak. ``seconds``: of all."""
     result = {
         "validation_loss": journal.val_loss,
         "unigram_loss": unigram,
@@ -160,7 +159,7 @@ def results(
 
 
 def written(out: Path) -> str:
-    """Where the time went, as the journal of attempts has it, and the names of all files."""
+    """Where the time went, from the journal of attempts, and the names of all files."""
     spent = clock.read(out)
     names = ", ".join(sorted(path.name + "/" * path.is_dir() for path in out.iterdir()))
     took = f"where the time went:\n{table(clock.rows(spent))}\n\n" if spent is not None else ""
@@ -210,7 +209,7 @@ class Unread:
 
 
 def blame(read: Read, exchange: Callable[[Any], list[Any]]) -> str:
-    """What was not finite in this step, and on which ranks; every rank asks."""
+    """What was not finite in this step, and on which ranks. Every rank has to ask."""
     odd = exchange(next((own for own in read.own if not math.isfinite(own)), None))
     ranks = [f"rank {rank} ({value})" for rank, value in enumerate(odd) if value is not None]
     if ranks:

@@ -50,8 +50,8 @@ PROFILED = (3, 5)  # steps of an attempt, the first and the last, under --profil
 def loss_of(how: Share) -> Callable[[nn.Module, Tensor, Tensor], tuple[Tensor, Tensor]]:
     """The loss of one microbatch, and the same as this rank's own.
 
-    Where some rows do not count, ranks' losses are sums, scaled so that their mean over microbatches and ranks is the
-    mean over the windows that do.
+    If some rows do not count, ranks' losses are sums, scaled so that their mean over microbatches and ranks is the mean
+    over the windows that count.
     """
 
     def mean(model: nn.Module, tokens: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
@@ -114,7 +114,7 @@ class Training:
                 "windows of different orders. Give all hosts the same --data and options"
             )
         self.unread = Unread()
-        self.skipped = 0  # steps that updated nothing, for what was not finite
+        self.skipped = 0  # steps that updated nothing, because something was not finite
         self.saved: Future[Any] | None = None
         self.step = self.began_after = self._restore()
         self.first_seconds = 0.0  # of this attempt's first step, which compiles
@@ -126,7 +126,7 @@ class Training:
             self._open(f"{corpus}", size)
 
     def _restore(self) -> int:
-        """The step that the newest checkpoint was saved after; 0 where there is none, or no --checkpoint."""
+        """The step after which the newest checkpoint was saved; 0 if there is none, or no --checkpoint."""
         if self.options.checkpoint is None:
             return 0
         with self.clock.spending("restoring"):
@@ -169,7 +169,7 @@ class Training:
             self.progress.say(f"goes on after step {self.step}, from {options.checkpoint}")
 
     def run(self) -> int:
-        """All steps that are left; the signal by which the run was stopped before the last, 0 if it was not."""
+        """Makes all steps that are left; returns the signal that stopped the run before the last, 0 if none did."""
         options = self.options
         every = options.validate_every or max(1, options.steps // 10)
         save_every = options.save_every or max(1, options.steps // 10)
@@ -228,7 +228,7 @@ class Training:
         self.step = step
 
     def _read(self, step: int) -> None:
-        """Reads the losses of the steps since the last time; one that is not finite stops the run, or is said."""
+        """Reads the losses of the steps since the last time. One that is not finite stops the run, or is reported."""
         found = self.unread.read()
         if not self.first_seconds:
             self.first_seconds = self.clock.seconds["compiling"]
@@ -293,8 +293,8 @@ class Training:
         return sum(nats for nats, _ in of_ranks) / sum(count for _, count in of_ranks)
 
     def finish(self, stopped: int) -> None:
-        """Saves the model, draws, samples and sums up. A stopped run says what it knows and computes nothing
-        new; one whose machine is wanted back has its checkpoint, and leaves."""
+        """Saves the model, draws, samples and sums up. A stopped run reports what it knows and computes nothing new. A
+        run whose machine is wanted back has its checkpoint, and leaves."""
         if self.saved is not None:
             with self.clock.spending("saving"):
                 self.saved.result()
@@ -322,7 +322,7 @@ class Training:
         self._sum_up(texts, memory)
 
     def tell(self, ended: str) -> None:
-        """The attempt's last word in the journal."""
+        """Writes the attempt's last word to the journal."""
         if self.attempts is not None:
             self.attempts.add(self.step, ended)
 

@@ -3,13 +3,13 @@
     rank 0: 7|5c1d09aa|d2||step (float32[2, 4])        the number of its call, its wire, its rates, its label
     rank 1: 7|77e0b3f2|d2||forward (float32[2, 4])     the same number: so these two meet, and have different labels
 
-The *label* says what a rank calls with which shapes. The *wire* stands for the collectives that the call makes, in
-order; it is `SILENT` for a call that makes none, and `MEETS` for one that first meets the others. Calls with other
-labels are a mistake; calls with other wires wait for each other forever.
+The *label* says what a rank calls, with which shapes. The *wire* stands for the collectives that the call makes, in
+order. It is `SILENT` for a call that makes none, and `MEETS` for one that meets the others first. Calls with different
+labels are a mistake; calls with different wires wait for each other forever.
 
-Each rank has one *row* on the board, with its last calls. It is written at once where others wait for it; else no more
-often than the store can serve all ranks (`Board.interval`), so that a rank may be further than its row says. The thread
-of the watchdog writes what is left within `LAG` seconds.
+Each rank has one *row* on the board, with its last calls. A rank writes it at once if others wait for it; otherwise no
+more often than the store can serve all ranks (`Board.interval`), so a rank may be further than its row says. The
+watchdog's thread writes what is left within `LAG` seconds.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class StoreError(RankError):
 
 
 class Posted(NamedTuple):
-    """One call of a rank. ``missed``: of a backward, stands for the parameters that it leaves without a gradient."""
+    """One call of a rank. ``missed``: of a backward; stands for the parameters that it leaves without a gradient."""
 
     number: int
     wire: str
@@ -101,7 +101,7 @@ class Row(NamedTuple):
         return self.calls[-1].number if self.calls else 0
 
     def call(self, number: int) -> Posted | None:
-        """This call; None where it is not there yet, or so long ago that it was dropped."""
+        """This call; None if it is not there yet, or was dropped because it is so old."""
         return next((call for call in reversed(self.calls) if call.number == number), None)
 
     def is_behind(self, number: int) -> bool:
@@ -130,19 +130,19 @@ class Board:
 
     def __init__(self, store: dist.Store, rank: int, world: int) -> None:
         self.store, self.rank, self.world = store, rank, world
-        self.interval = max(0.01, world / self.RATE)  # seconds between two rows that nobody waits for
+        self.interval = max(0.01, world / self.RATE)  # seconds between two writes of a row that nobody waits for
         self._calls: deque[Posted] = deque(maxlen=self.KEPT)
         self._ended: int | None = None
         self._beats = 0
-        self._written = -math.inf  # when the row was
+        self._written = -math.inf  # when the row was last written
         self._pending = False
-        self._lock = threading.RLock()  # a signal's handler may come between, on the same thread
+        self._lock = threading.RLock()  # a signal's handler may interrupt on the same thread
         self._process = os.getpid()
         self._there: set[int] = set()  # ranks whose rows are there
-        self._asked: dict[object, None] = {}  # what the store is to answer yet, the oldest first
+        self._asked: dict[object, None] = {}  # requests that the store has not answered yet, the oldest first
 
     def post(self, call: Posted) -> None:
-        """What this rank does now; again, with the number of the last one, where that became something else."""
+        """Posts what this rank does now; under the last call's number again, if that call became something else."""
         with self._lock:
             if self._calls and self._calls[-1].number == call.number:
                 self._calls.pop()
@@ -152,7 +152,7 @@ class Board:
                 self._write()
 
     def beat(self, seconds: float) -> None:
-        """Writes what was left; a sign of life at the least, where the row was not written for so many seconds."""
+        """Writes what was left. Gives at least a sign of life if the row was not written for so many seconds."""
         with self._lock:
             since = time.monotonic() - self._written
             if since >= seconds or (self._pending and since >= self.interval):
@@ -160,7 +160,7 @@ class Board:
                 self._write()
 
     def end(self, made: int) -> None:
-        """Says that this process ends, and after how many calls; of a process that this one forked, nobody hears."""
+        """Says that this process ends, and after how many calls. A process that this one forked says nothing."""
         if os.getpid() != self._process:
             return
         with self._lock:
@@ -176,7 +176,7 @@ class Board:
         return Row(tuple(self._calls), self._ended, self._beats)
 
     def row(self, rank: int) -> Row:
-        """What stands there of this rank now."""
+        """This rank's row as it stands there now."""
         if rank == self.rank:
             with self._lock:
                 return self._own
@@ -188,7 +188,7 @@ class Board:
             return Row.read(self.store.get(key).decode())
 
     def rows(self, number: int, ranks: Iterable[int] | None = None) -> dict[int, Row]:
-        """The rows of all ranks, or of these; those that lack this call are read again after `LAG`."""
+        """The rows of all ranks, or of these ranks. Rows that lack this call are read again after `LAG`."""
         found = {rank: self.row(rank) for rank in (range(self.world) if ranks is None else ranks)}
         if behind := [rank for rank, row in found.items() if row.is_behind(number)]:
             time.sleep(self.LAG)
@@ -196,11 +196,11 @@ class Board:
         return found
 
     def parting(self, made: int) -> str | None:
-        """The first of the last calls in which ranks called other programs, or with other rates; None if none did."""
+        """The first of the last calls in which ranks had different programs or rates; None if there is none."""
         rows = self.rows(made, None if self.world <= self.KEPT else {0, self.rank, (self.rank + 1) % self.world})
         for number in range(max(1, made - self.KEPT + 1), made + 1):
             posted = {rank: call for rank, row in sorted(rows.items()) if (call := row.call(number)) is not None}
-            known = {call[1:4] for call in posted.values()}  # but for what they missed, of which `Calls.reached` tells
+            known = {call[1:4] for call in posted.values()}  # all but ``missed``, which `Calls.reached` reports
             if len(posted) < len(rows) or len(known) == 1:
                 continue
             hypers = len({call.hypers for call in posted.values()}) > 1
@@ -225,11 +225,11 @@ class Board:
         return self.get("error")
 
     def fail(self, message: str) -> None:
-        """Leaves it there for the others."""
+        """Leaves the reason there for the others."""
         self.set("error", message)
 
     def tell(self, number: int, message: str) -> None:
-        """Leaves there that this call failed on this rank, which still takes its part in the others' collectives."""
+        """Leaves word that this call failed on this rank, which still takes its part in the others' collectives."""
         self.set(f"failed/{number % self.KEPT}", f"{number}|{message}")
 
     def told(self, number: int) -> str | None:
@@ -239,12 +239,12 @@ class Board:
 
     @property
     def unanswered(self) -> object | None:
-        """Stands for what the store was asked first of all that it has not answered yet, by any thread."""
+        """Stands for the oldest request, by any thread, that the store has not answered yet."""
         return next(iter(list(self._asked)), None)
 
     @contextmanager
     def _asking(self) -> Iterator[None]:
-        """What a store that is gone raises is a `StoreError`."""
+        """Turns the error of a store that is gone into a `StoreError`."""
         self._asked[mark := object()] = None
         try:
             yield
@@ -254,7 +254,7 @@ class Board:
             del self._asked[mark]
 
     def get(self, key: str) -> str | None:
-        """What stands there now; waits for nobody."""
+        """What the key holds now; waits for nobody."""
         with self._asking():
             return self.store.get(key).decode() if self.store.check([key]) else None
 
@@ -263,19 +263,19 @@ class Board:
             self.store.set(key, text)
 
     def add(self, key: str, count: int = 1) -> int:
-        """The sum of what ranks have added there, with this."""
+        """The sum of what ranks have added at the key, this addition included."""
         with self._asking():
             return self.store.add(key, count)
 
     def forget(self, key: str) -> None:
-        """Nothing stands there any more."""
+        """Deletes the key."""
         with self._asking(), suppress(NotImplementedError):  # a store that only grows
             self.store.delete_key(key)
 
     def once(self, key: str, work: Callable[[], str], limit: float) -> str:
-        """What the first rank that asks finds, for all that ask: one reads what all ranks have written, not each.
+        """What the first rank that asks finds, for all that ask. So one rank reads what all have written, not each.
 
-        Who has waited for ``limit`` seconds finds it itself.
+        A rank that has waited for ``limit`` seconds finds it itself.
         """
         if self.add(f"{key}/asked") > 1:
             until = time.monotonic() + limit
@@ -293,7 +293,7 @@ def times(count: int) -> str:
 
 
 def different(said: Mapping[int, str], world: int = 0) -> str:
-    """The sentence for ranks that make different calls; these labels by rank, of so many ranks, or of these alone."""
+    """The sentence for ranks that make different calls. ``said``: labels by rank, of ``world`` ranks or these alone."""
     labels = list(said.values())
     shown, world = list(said), world or len(said)
     if world > 8:

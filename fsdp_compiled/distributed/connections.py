@@ -4,10 +4,10 @@ Gloo has no other way to end a collective that waits: `abort` returns and leaves
 a process group may only be destroyed by the thread that waits. But its connections are TCP sockets of this process, and
 a shut down socket is what a dead peer looks like: an error, at once, at both ends.
 
-Which sockets those are, both ends tell: a connection between two ranks has the same two addresses on both, the other
-way round. Nothing else is touched; nor is the store, where the ranks read the reason. Nor do the sockets that are only
-looked at change: where the script has set ``socket.setdefaulttimeout``, Python makes each socket that it is given
-non-blocking, for all who hold it, unless it is told that it is already.
+Both ends can tell which sockets those are: a connection between two ranks has the same two addresses on both, the other
+way round. Nothing else is touched, not even the store, where the ranks read the reason. Sockets that are only looked at
+do not change either. If the script has set ``socket.setdefaulttimeout``, Python makes each socket that it is given
+non-blocking, for all who hold it, unless it is told that the socket is so already.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def store_port(store: dist.Store) -> int | None:
 
 
 def connections(but: int | None) -> set[Ends]:
-    """The ends of this process's TCP connections, but for those of this port."""
+    """The ends of this process's TCP connections, without those of this port."""
     found = set()
     for connection, ends in _sockets():
         with closing(connection):
@@ -43,7 +43,7 @@ def connections(but: int | None) -> set[Ends]:
 
 
 def written(ends: set[Ends]) -> str:
-    """As JSON, for `read`."""
+    """The ends as JSON, for `read`."""
     return json.dumps(sorted(ends))
 
 
@@ -53,7 +53,7 @@ def read(text: str) -> set[Ends]:
 
 
 def cut(theirs: set[Ends]) -> int:
-    """Shuts down the connections to the rank that has these ends; says how many they were."""
+    """Shuts down the connections to the rank that has these ends; returns how many there were."""
     return _shut_down(lambda here, port, there, other: (there, other, here, port) in theirs)
 
 
@@ -74,7 +74,7 @@ def _shut_down(which: Callable[[str, int, str, int], bool]) -> int:
 
 
 def _sockets() -> Iterator[tuple[socket.socket, Ends]]:
-    """Each connected TCP socket, as another handle on it, to be closed, and its ends."""
+    """Each connected TCP socket, as another handle on it that has to be closed, and its ends."""
     try:
         names = os.listdir("/dev/fd")
     except OSError:

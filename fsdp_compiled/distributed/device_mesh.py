@@ -1,18 +1,18 @@
-"""A ``DeviceMesh`` of the user's, or all ranks that torchrun started, as this rank's `Mesh`.
+"""Makes this rank's `Mesh` from the user's ``DeviceMesh``, or from all ranks that torchrun started.
 
-The process group is started here where nobody has; `process_group` ends it.
+The process group is started here if nobody has started it; `process_group` ends it.
 
-It has a store of this start's own (`own_store`) where the launcher's store outlives restarts. torchrun's store serves
-every attempt that its ranks make, and a process group writes the same keys each time: a new rank may read where a dead
-one listened (seen on torch 2.11 and 2.13; on gloo a restart then fails with a refused connection). So ranks first agree
-on a prefix that no attempt before had:
+If the launcher's store outlives restarts, this start has a store of its own (`own_store`). torchrun's store serves
+every attempt that its ranks make, and a process group writes the same keys each time. So a new rank may read where a
+dead one listened (seen on torch 2.11 and 2.13; on gloo a restart then fails with a refused connection). Therefore ranks
+first agree on a prefix that no attempt before had:
 
     rank r   hello/r = a number of its own              rank 0   reads all hellos, again and again, and answers
              waits for an answer with its number in it           welcome = prefix and the numbers that it read
              ready/r = prefix                                    until every rank is ready for this prefix
 
-An answer with a rank's own new number in it was given now, by the rank 0 of now; that it was given to a hello from
-before is what rank 0 sees by nobody getting ready for it.
+An answer with a rank's own new number in it was given now, by the rank 0 of now. If rank 0 answered a hello of an
+earlier attempt, it sees that from nobody getting ready for the answer.
 """
 
 from __future__ import annotations
@@ -44,10 +44,10 @@ AXES = {
 def connect(mesh: DeviceMesh | None, device: torch.device | None = None) -> Mesh:
     """This rank's `Mesh`: from a ``DeviceMesh``, or all ranks there are.
 
-    Without a mesh, a process group that runs already is used; under ``torchrun`` (``RANK`` and ``WORLD_SIZE`` in the
-    environment) one is started, nccl on GPUs and gloo on CPUs, and closed when Python exits; else the world is one.
-    On GPUs the rank's own becomes the current device, for a process group that runs already too: what ranks exchange
-    as Python objects goes through it.
+    Without a mesh, a process group that runs already is used. Otherwise, under ``torchrun`` (``RANK`` and
+    ``WORLD_SIZE`` in the environment), one is started, nccl on GPUs and gloo on CPUs, and closed when Python exits.
+    Otherwise the world is one rank. On GPUs the rank's own becomes the current device, even if a process group runs
+    already: Python objects that ranks exchange go through the current device.
     """
     if device is not None and device.type == "meta":
         device = None
@@ -124,7 +124,7 @@ def _place(mesh: DeviceMesh) -> Mesh:
 def _check_order(mesh: DeviceMesh) -> None:
     """Raises ``ValueError`` where the ranks along an axis are not in the order of their process group.
 
-    A collective deals out by the order of the group, and ``DTensor`` by that of the mesh.
+    A collective deals data out in the order of the group, and ``DTensor`` in that of the mesh.
     """
     for dim in range(mesh.ndim):
         there = dist.get_process_group_ranks(mesh.get_group(dim))
@@ -138,7 +138,7 @@ def _check_order(mesh: DeviceMesh) -> None:
 
 
 def device_mesh_of_all() -> DeviceMesh:
-    """All ranks on one axis; under ``torchrun`` the process group is started, and without, one of a world of one."""
+    """All ranks on one axis. Under ``torchrun`` the process group is started; otherwise one of a single rank is."""
     place = connect(None)
     if not dist.is_initialized():
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
@@ -152,13 +152,13 @@ def device_mesh_of_all() -> DeviceMesh:
     return mesh
 
 
-# By kind of device, the process group of all ranks and the mesh that was made of it, as long as there are both: each
+# By kind of device: the process group of all ranks, and the mesh made of it, as long as both exist. Each
 # call of `fully_shard` asks for one.
 _of_all: dict[str, tuple[Callable[[], Any], Callable[[], DeviceMesh | None]]] = {}
 
 
 def tp_beside(mesh: DeviceMesh) -> DeviceMesh | None:
-    """The axis named "tp" of the mesh that this one is a part of, if it has one besides.
+    """The axis named "tp" of the mesh that this one is a part of, if that mesh has one besides.
 
     Relies, in torch 2.11 to 2.14, on ``DeviceMesh._get_root_mesh``.
     """
@@ -174,7 +174,7 @@ def beside(mesh: DeviceMesh, tp: DeviceMesh) -> DeviceMesh:
 
 
 def place_in(mesh: DeviceMesh, tp: DeviceMesh | None = None) -> Mesh:
-    """This rank's place in a mesh whose only axis shards, or whose first replicates and second shards, by any name.
+    """This rank's place in a mesh. Its only axis shards; or its first replicates and its second shards. Names are free.
 
     ``tp``: an axis beside it.
     """
@@ -217,7 +217,7 @@ def place_in(mesh: DeviceMesh, tp: DeviceMesh | None = None) -> Mesh:
 
 
 def _axes_of(mesh: DeviceMesh) -> dict[str, int]:
-    """Which dimension of the mesh each of our axes is."""
+    """The dimension of the mesh for each of our axes."""
     names = mesh.mesh_dim_names or ()
     if mesh.ndim == 1:
         return {"tp" if names == ("tp",) else "shard": 0}
@@ -250,7 +250,7 @@ LIMIT = 600.0  # seconds until a rank gives up waiting for the others
 
 
 def own_store(rank: int, world: int, limit: float = LIMIT) -> dist.Store:
-    """The launcher's store under a prefix of this attempt; ``RuntimeError`` where a rank does not come."""
+    """The launcher's store under a prefix of this attempt. Raises ``RuntimeError`` if a rank does not come."""
     store, _, _ = next(dist.rendezvous("env://", rank, world, timeout=timedelta(seconds=limit)))
     return dist.PrefixStore(agreed(dist.PrefixStore(PREFIX, store), rank, world, limit), store)
 

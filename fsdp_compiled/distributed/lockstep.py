@@ -1,6 +1,6 @@
-"""Runs code with collectives in it so that a rank that fails between two of them is an error on every rank.
+"""Runs code with collectives so that a failure of one rank between two of them is an error on every rank.
 
-A rank that failed does not come to the next collective, where the others would wait for it for ever. So the code is a
+A rank that failed does not come to the next collective, where the others would wait for it forever. So the code is a
 generator that says, before each of its collectives, which one is next:
 
     def work():
@@ -23,14 +23,14 @@ T = TypeVar("T")
 
 
 class Exchange(NamedTuple):
-    """A collective that `lockstep` makes itself: each rank gives a picklable value, and is sent all, by rank."""
+    """A collective that `lockstep` makes itself. Each rank gives a picklable value, and gets those of all, by rank."""
 
     what: str
     value: Any
 
 
 class Last(NamedTuple):
-    """What a work returns that ends in an exchange."""
+    """The return value of a work that ends in an exchange."""
 
     result: Any
     exchange: Exchange
@@ -40,16 +40,17 @@ Work = Generator[str | Exchange, Any, T]
 
 
 def lockstep(mesh: Mesh, what: str, work: Work[T]) -> T:
-    """What ``work`` returns, if every rank comes to its end by the same collectives.
+    """Returns what ``work`` returns, if every rank comes to its end by the same collectives.
 
-    Else every rank raises at the same place: the one that failed its own exception, the others a `RankError` that
-    quotes it; or all a `RankError`, if their next collectives differ. One small reduction a collective, between hosts.
+    Otherwise every rank raises at the same place. The rank that failed raises its own exception, the others a
+    `RankError` that quotes it. If their next collectives differ, all raise a `RankError`. Each collective costs one
+    small reduction, between hosts.
     """
     return _run(mesh, what, work)[0]
 
 
 def last_exchange(mesh: Mesh, what: str, work: Work[Last]) -> tuple[Any, list[Any]]:
-    """As `lockstep`: what ``work`` came to, and what each rank gave at its end, by rank."""
+    """Like `lockstep`: returns what ``work`` came to, and what each rank gave at its end, by rank."""
     last, answers = _run(mesh, what, work)
     return last.result, answers
 
@@ -69,7 +70,7 @@ def _run(mesh: Mesh, what: str, work: Work[T]) -> tuple[T, Any]:
         try:
             agree(mesh, what, step.what if isinstance(step, Exchange) else step, failure)
         finally:
-            failure = None  # which holds this frame
+            failure = None  # it holds this frame
         answer = exchange(step.value, mesh) if isinstance(step, Exchange) else None
         if results:
             return results[0], answer

@@ -1,8 +1,8 @@
-"""Finds why a call broke off, and which rank was lost, from this rank's error and what the board says of the others.
+"""Finds why a call broke off, and which rank was lost, from this rank's error and the others' rows on the board.
 
-Ranks that make the same call tell the board the same, and one that is killed in it says no last word. Gloo's error has
-the address at the other end of the connection that broke, and each rank's addresses are on the board. Where an error
-has none (NCCL), the ranks are asked for signs of life: a process that ended gives no other one.
+Ranks that make the same call post the same on the board, and a rank that is killed in it says no last word. Gloo's
+error has the address at the other end of the broken connection, and each rank's addresses are on the board. If an error
+has no address (NCCL), the ranks are asked for signs of life: a process that ended gives no other one.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ ADDRESS = re.compile(r"\[([^\[\]\s]+)\]:(\d+)")
 
 
 def lost_ranks(board: Board, error: str) -> list[int]:
-    """The ranks that are gone, as far as it can be found out; takes up to some seconds."""
+    """The ranks that are gone, as far as can be found out. Takes up to some seconds."""
     others = [rank for rank in range(board.world) if rank != board.rank]
     peers = {(host.removeprefix("::ffff:"), int(port)) for host, port in ADDRESS.findall(error)}
     found = []
@@ -41,7 +41,7 @@ def lost_ranks(board: Board, error: str) -> list[int]:
 
 
 def _still(board: Board, ranks: list[int]) -> list[int]:
-    """Those who give no sign of life for longer than they should."""
+    """The ranks that give no sign of life for longer than they should."""
     before = {rank: row for rank in ranks if (row := board.row(rank)) != Row()}
     if before:
         time.sleep(1.5 * watchdog.BEAT + 1)
@@ -58,15 +58,15 @@ LOST = ("closed by peer", "reset by peer", "Broken pipe", TIMEOUT, "remote proce
 
 
 def is_lost(error: str) -> bool:
-    """Whether it says that another rank does not answer any more."""
+    """Whether the error says that another rank no longer answers."""
     return any(text in error for text in LOST)
 
 
 def why(board: Board, made: int, error: str) -> str | None:
-    """Why a collective of this rank's last call, its ``made``-th, failed with this error, if another rank is why.
+    """Why a collective of this rank's last call, its ``made``-th, failed with this error, if another rank caused it.
 
-    The first rank that asks finds it for those whose collectives failed alike. If it found nothing, later ones look
-    again, each, of thousands of ranks, only at its neighbours.
+    The first rank that asks finds the reason for all ranks whose collectives failed alike. If it found none, later
+    ranks look again, each for itself. With thousands of ranks, each looks only at its neighbours.
     """
     lost, looked = is_lost(error), False
 
@@ -85,7 +85,7 @@ def why(board: Board, made: int, error: str) -> str | None:
 
 def _why(board: Board, rows: Mapping[int, Row], made: int, error: str, lost: bool) -> str | None:
     own = _said(rows[board.rank].call(made))
-    # One that is slow, or far ahead, made no call fail.
+    # A rank that is slow, or far ahead, made no call fail.
     found = {rank: _said(row.call(made)) or own for rank, row in rows.items()}
     for rank, row in rows.items() if lost else ():
         if row.newest < made and row.ended is not None:

@@ -1,13 +1,13 @@
-"""How ranks find out whether all of them made the same call: by a few short messages each, however many they are.
+"""Ranks find out whether all of them made the same call, by a few short messages each, however many ranks there are.
 
     rank 0: 7 save to runs/a    +1 -> 1 of 3        looks for a verdict, less and less often
     rank 1: 7 save to runs/a    +1 -> 2 of 3        the same
     rank 2: 7 save to runs/a    +1 -> 3 of 3        leaves the verdict: alike
 
-Each rank adds one to the count of those that came with the same call; who makes it full leaves the verdict for all. A
-rank that came with another call, went on without meeting, ended or never came makes that impossible. So each rank looks
-at the next one meanwhile: where any two differ, two neighbours do. The first rank that sees it reads what all ranks
-posted, and leaves that as the verdict.
+Each rank adds one to the count of ranks with the same call. The rank that completes the count leaves the verdict for
+all. A rank that came with another call, went on without meeting, ended or never came makes that impossible. So each
+rank looks at the next one meanwhile: where any two ranks differ, two neighbours differ. The first rank that sees a
+difference reads what all ranks posted, and leaves that as the verdict.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ class Broken(RankError):
 
 @dataclass(frozen=True)
 class Verdict:
-    """What the ranks posted. ``alike``: all the same; ``near``: the same in part; ``posted``: by rank, where they are
-    neither; of more than `SHOWN` ranks, some with each kind of call."""
+    """What the ranks posted. ``alike``: all the same; ``near``: the same in part; ``posted``: the calls by rank, if
+    they are neither. With more than `SHOWN` ranks, it has some ranks with each kind of call."""
 
     alike: bool
     near: bool
@@ -52,7 +52,7 @@ class Verdict:
         return cls(alike, near, posted)
 
     def difference(self, world: int) -> str:
-        """The sentence for ranks that are not alike, of so many."""
+        """The sentence for ranks that are not alike, of ``world`` ranks."""
         return different({rank: call.label for rank, call in self.posted.items()}, world)
 
     def written(self) -> str:
@@ -65,8 +65,8 @@ class Verdict:
 
 
 class Meeting:
-    """One call's. ``decided``: calls that a rank has yet to decide on are waited for; ``limit``: seconds that a rank is
-    waited for."""
+    """The meeting of one call. ``decided``: whether to wait for calls that a rank has yet to decide on; ``limit``:
+    seconds to wait for a rank."""
 
     def __init__(self, board: Board, mine: Posted, limit: float, decided: bool = True) -> None:
         self._board, self._mine, self._decided = board, mine, decided
@@ -75,16 +75,16 @@ class Meeting:
         self._counts: list[str] = []
 
     def verdict(self, same: Read, part: Read, before: Meeting | None) -> Verdict:
-        """Once every rank has posted this call, ended, or did not come in time; raises `Broken`.
+        """The verdict, once every rank has posted this call, ended, or failed to come in time; raises `Broken`.
 
-        ``same``: of what a rank posted, what must be equal for ranks to be alike; ``part``: for them to be near.
-        ``before``: this rank's last meeting, whose counts go once nobody can be in it.
+        ``same``: what must be equal in ranks' posts for them to be alike; ``part``: for them to be near. ``before``:
+        this rank's last meeting; its counts are removed once nobody can be in it.
         """
         board, began = self._board, time.monotonic()
         self._counts = [f"{self._key}/{_digest(part(self._mine))}/{_digest(same(self._mine))}"]
         if same is not part:
             self._counts.insert(0, self._counts[0].rpartition("/")[0])
-        # The count of those that are alike first: so it is whole once the count of those that are near is.
+        # The count of those that are alike comes first, so it is whole once the count of those that are near is.
         if [board.add(key) for key in reversed(self._counts)][-1] == board.world:
             found = Verdict(board.add(self._counts[-1], 0) == board.world, True, {})
             board.set(f"{self._key}/verdict", found.written())
@@ -105,7 +105,7 @@ class Meeting:
             time.sleep(min(3 * board.interval, max(POLL, board.interval / 4, waited / 8)))
 
     def wait_for(self, rank: int) -> Posted:
-        """What the rank posted for this call, or that it ended before, or did not come in time."""
+        """What the rank posted for this call; or that it ended before, or did not come in time."""
         while True:
             row = self._board.row(rank)
             if (posted := self._posted(row)) is not None:
@@ -118,7 +118,7 @@ class Meeting:
             time.sleep(max(POLL, self._board.interval))
 
     def _posted(self, row: Row) -> Posted | None:
-        """This call, or, of a rank that is so far ahead that it was dropped, a later one."""
+        """The post of this call; or of a later one, if the rank is so far ahead that this one was dropped."""
         found = row.call(self._mine.number) or (row.calls[0] if row.calls else None)
         if found is None or found.number < self._mine.number:
             return None

@@ -1,15 +1,15 @@
 """The ranks: this one's place among them, what they exchange, and what they agree on.
 
-`replace_kernels` is for gloo, which corrupts memory in one of its two forms of an all-gather. Its threads, two a group,
-note the name of the operator that they ended in one string of the group, which nothing locks
+`replace_kernels` works around a fault of gloo, which corrupts memory in one of its two forms of an all-gather. Gloo has
+two threads a group. Each notes the name of the operator that it ended in one string of the group, which nothing locks
 (`ProcessGroupGloo::runLoop`, ``pgStatus_->lastCompletedWorkName``; torch 2.11 and 2.13). A name of up to 15 letters is
 copied in place. A longer one moves memory, and two threads at once free the same: ``malloc(): unaligned tcache chunk
-detected``, or a segmentation fault, after some thousands of collectives. Of the operators that
-`torch.ops._c10d_functional` comes to, only ``all_gather_into_tensor`` has such a name, since it is one of a list
-(``ALLGATHER_COALESCED``); into a tensor that is given it is ``_ALLGATHER_BASE``, which is short, and what FSDP2 sends.
+detected``, or a segmentation fault, after some thousands of collectives. Of the operators behind
+`torch.ops._c10d_functional` only ``all_gather_into_tensor`` has such a name, since it is a list of one
+(``ALLGATHER_COALESCED``). Into a given tensor it is ``_ALLGATHER_BASE``, which is short, and is what FSDP2 sends.
 
-So from a process's first mesh of CPUs on, both all-gathers of CPU tensors gather into tensors that are made here, and
-PyTorch's own users of them, as DTensor, are helped too. Values, shapes and what is waited for are the same; every
+So from a process's first mesh of CPUs on, both all-gathers of CPU tensors gather into tensors that are made here. This
+helps PyTorch's own users of them too, such as DTensor. Values, shapes and what is waited for are the same; every
 backend of CPUs has this form.
 """
 
@@ -37,17 +37,17 @@ class Interrupted(RankError):
 
 
 class Unanimous(ValueError):
-    """Raised by every rank in the same place: nobody needs to be told."""
+    """Raised by every rank in the same place, so nobody needs to be told."""
 
 
 @dataclass(frozen=True)
 class Mesh:
-    """This rank's place. ``groups`` names the process group along each axis that has more than one rank, and those of
-    the user's own that programs communicate in, once one was made.
+    """This rank's place. ``groups`` names the process group along each axis that has more than one rank, and the user's
+    own groups that programs communicate in, once one was made.
 
-    Ranks along ``tp`` see the same batch and hold parts of the same parameters; ``tp_mesh`` is that axis of the
-    ``DeviceMesh``, on which the parameters that were cut are DTensors. None: the mesh has no such axis. ``given``: the
-    ``DeviceMesh`` that it was made of, if one was.
+    Ranks along ``tp`` see the same batch and hold parts of the same parameters. ``tp_mesh`` is that axis of the
+    ``DeviceMesh``; parameters that were cut are DTensors on it. None: the mesh has no such axis. ``given``: the
+    ``DeviceMesh`` that this was made of, if any.
     """
 
     device: torch.device
@@ -73,14 +73,14 @@ class Mesh:
 
     @property
     def world(self) -> int:
-        """All ranks."""
+        """How many ranks there are."""
         return self.shard * self.replicate * self.tp
 
 
 def broadcast(tensor: torch.Tensor, mesh: Mesh, parts: bool = False) -> None:
-    """Rank 0's values, in place on every rank. ``parts``: each rank along ``tp`` has a part of its own.
+    """Copies rank 0's values to every rank, in place. ``parts``: each rank along ``tp`` has a part of its own.
 
-    Then the values are those of the first rank with the same place along ``tp``.
+    In that case the values are those of the first rank with the same place along ``tp``.
     """
     if mesh.world == 1 or not tensor.numel():
         return
@@ -94,7 +94,7 @@ def broadcast(tensor: torch.Tensor, mesh: Mesh, parts: bool = False) -> None:
 
 
 def gather_parts(part: torch.Tensor, mesh: Mesh) -> list[torch.Tensor]:
-    """What each rank along ``tp`` has, all of one shape, by its place there."""
+    """The parts of the ranks along ``tp``, all of one shape, by place along it."""
     if mesh.tp == 1:
         return [part]
     collectives = torch.ops._c10d_functional
@@ -111,7 +111,7 @@ def gather_shards(shard: torch.Tensor, mesh: Mesh) -> torch.Tensor:
 
 
 def exchange(value: Any, mesh: Mesh) -> list[Any]:
-    """What each rank has, on every rank, by rank; any picklable value."""
+    """The values of all ranks, on every rank, by rank; any picklable value."""
     if mesh.world == 1:
         return [value]
     found: list[Any] = [None] * mesh.world
@@ -120,7 +120,7 @@ def exchange(value: Any, mesh: Mesh) -> list[Any]:
 
 
 def exchange_along_tp(value: Any, mesh: Mesh) -> list[Any]:
-    """What each rank along the tp axis has, by place there; any picklable value."""
+    """The values of the ranks along the tp axis, by place there; any picklable value."""
     if mesh.tp == 1:
         return [value]
     found: list[Any] = [None] * mesh.tp
@@ -138,17 +138,17 @@ def from_first(value: Any, mesh: Mesh) -> Any:
 
 
 def any_rank(flag: bool, mesh: Mesh) -> bool:
-    """Whether it is so on any rank."""
+    """Whether the flag is set on any rank."""
     return flag if mesh.world == 1 else bool(largest([int(flag)])[0])
 
 
 def said_by(value: Any, mesh: Mesh) -> list[Any]:
-    """As `exchange`, of what most often no rank has: None, on each rank, costs one small reduction."""
+    """Like `exchange`, for a value that most often no rank has: None on each rank costs one small reduction."""
     return exchange(value, mesh) if any_rank(value is not None, mesh) else [None] * mesh.world
 
 
 def largest(numbers: list[int]) -> list[int]:
-    """The largest that any rank has, one by one; between hosts, where the process group can."""
+    """For each number, the largest that any rank has; exchanged between hosts if the process group can do that."""
     on_host = "cpu:" in str(dist.get_backend_config())
     tensor = torch.tensor(numbers, device="cpu" if on_host else torch.accelerator.current_accelerator())
     dist.all_reduce(tensor, dist.ReduceOp.MAX)
@@ -168,7 +168,7 @@ def agree(
     failure: BaseException | None = None,
     own: Callable[[], str] | None = None,
 ) -> None:
-    """Every rank shows its text; where they differ, or a rank failed, every rank raises.
+    """Every rank shows its text. If texts differ, or a rank failed, every rank raises.
 
     The rank that failed raises its own exception, the others a `RankError` that quotes it. Where texts differ, the
     first differing line is shown with the ranks that have it. ``own``: more text, which ranks with the same place
@@ -180,7 +180,7 @@ def agree(
         return
     texts = (text, own() if own is not None and failure is None else "")
     digests = [hashlib.sha256(one.encode()).digest() for one in texts]
-    # Equal numbers are those whose largest is also minus the largest of their negatives.
+    # Numbers are equal if their largest is also minus the largest of their negatives.
     numbers = [NOTHING] * (4 * (1 + mesh.tp))
     for place, digest in zip((0, 1 + mesh.tp_rank), digests, strict=True):
         words = [int.from_bytes(digest[start : start + 8], "little") >> 2 for start in (0, 8)]
@@ -225,7 +225,7 @@ _replaced: list[torch.library.Library] = []  # the kernels, for as long as the p
 
 
 def replace_kernels() -> None:
-    """From now on, in this process; once."""
+    """Replaces the kernels in this process, once."""
     if not _replaced:
         library = torch.library.Library("_c10d_functional", "IMPL", "CPU")
         library.impl("all_gather_into_tensor", _gather)

@@ -1,9 +1,9 @@
-"""How fast ranks reach each other, measured: for ``Policy(network="measure")``.
+"""Measures how fast ranks reach each other, for ``Policy(network="measure")``.
 
-A gather of next to nothing has a network's latency, and larger ones, doubled until one takes `LONG`, its rate. All
-ranks gather at once, as in a step, and go by the slowest one's clock, so that all come to the same figures; these have
-one digit, so that the next start most often comes to the same programs. Where the rate is about what the device's
-model has anyway (`LIKE`), that is kept: on one host a measurement says what else runs there.
+A gather of next to nothing shows the network's latency. Larger ones, doubled until one takes `LONG`, show its rate. All
+ranks gather at once, as in a step, and use the slowest one's clock, so that all come to the same figures. These have
+one digit, so that the next start most often comes to the same programs. If the rate is about that of the device's model
+(`LIKE`), the model's is kept: on one host a measurement shows what else runs there.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from fsdp_compiled.distributed.mesh import Mesh, any_rank, largest
 c10d = torch.ops._c10d_functional
 FIRST, MOST = 2**16, 2**28  # bytes that a rank receives
 LONG = 0.1  # seconds
-TIMES = 3  # that each is made, of which the fastest counts: others may be at work meanwhile
+TIMES = 3  # how often each is made; the fastest counts, since others may be at work meanwhile
 BEYOND = 4  # latencies that a gather must take to say anything of the rate
 LIKE = 4.0  # times slower than the device's model
 
 
 def measured(mesh: Mesh, usual: float) -> tuple[float, float] | None:
-    """Gigabits a second from and to each rank, and milliseconds of a small gather, along the shard axis, or, where that
-    is of one rank, along the replicas. None where the network is about as it usually is, with ``usual`` bytes a second.
+    """Gigabits a second from and to each rank, and milliseconds of a small gather, along the shard axis, or along the
+    replicas if that axis has one rank. None if the network is about as it usually is, with ``usual`` bytes a second.
     Collective over all ranks."""
     axis, ranks = ("shard", mesh.shard) if mesh.shard > 1 else ("replicate", mesh.replicate)
     if ranks == 1:
@@ -50,7 +50,7 @@ def described(network: tuple[float, float] | None) -> str:
 
 
 def _seconds(mesh: Mesh, axis: str, ranks: int, numel: int) -> float:
-    """The slowest rank's time of a gather of so many bytes of each."""
+    """The slowest rank's time of a gather to which each rank gives so many bytes."""
     own = torch.ones(numel, dtype=torch.uint8, device=mesh.device)
     any_rank(False, mesh)  # returns once all are here
     began = time.perf_counter()

@@ -1,13 +1,13 @@
-"""Parts of parameters, which every rank has, to the rank that owns each, and back: a message each way.
+"""Sends parts of parameters, which every rank has, to the rank that owns each, and back: a message each way.
 
     rank 0 has  aaa bb        to owners        rank 0, who owns a:  aaa AAA
     rank 1 has  AAA BBB       ------------->   rank 1, who owns b:  bb BBB
                               <-------------
                               back
 
-An all-to-all of bytes along the shard axis, whatever the dtypes; what a rank has for itself is not in it. A message is
-begun by one call and waited for by another: who has something else to do does it meanwhile. It may begin with a word, a
-number that says how its sender is, for all to compare.
+A message is an all-to-all of bytes along the shard axis, whatever the dtypes; what a rank has for itself is not in it.
+One call begins a message and another waits for it, so that other work can be done meanwhile. A message may begin with a
+word, a number that tells the sender's condition, for all to compare.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ class Owned:
 
 
 class Divided:
-    """Tensors in parts, and the whole of those that this rank owns: what it has all of is that itself.
+    """Tensors in parts, and the whole of those that this rank owns. One that it has all of is its own whole.
 
-    ``own``: of each row, this rank's part, 1-d.
+    ``own``: this rank's part of each row, 1-d.
     """
 
     def __init__(self, rows: Sequence[Owned], own: Sequence[torch.Tensor], mesh: Mesh) -> None:
@@ -70,16 +70,16 @@ class Divided:
                         self.taken[rank].append(whole[first:last])
 
     def put_in(self) -> None:
-        """This rank's parts into the wholes."""
+        """Copies this rank's parts into the wholes."""
         _copy(self._there, self._here)
 
     def take_out(self) -> None:
-        """The other way round."""
+        """Copies the wholes back into this rank's parts."""
         _copy(self._here, self._there)
 
 
 class Message:
-    """These tensors to the other ranks, and theirs into ``places``; both by rank, 1-d. Under way once it is made.
+    """Sends these tensors to the other ranks, and theirs to ``places``; both by rank, 1-d. Under way once it is made.
 
     ``word``: below 2**63; None: it has none. Collective.
     """
@@ -102,7 +102,7 @@ class Message:
         self._got = COLLECTIVES.all_to_all_single(self._sent, *lengths, mesh.groups["shard"])
 
     def wait(self) -> list[int]:
-        """Until it is there, and in no place yet. The word of each rank."""
+        """Waits until the message has come; it is in no place yet. Returns the word of each rank."""
         got = COLLECTIVES.wait_tensor(self._got)
         del self._sent
         pieces = iter(got.split([len(place) for row in self._places for place in row]))
@@ -113,14 +113,14 @@ class Message:
         return [*words[: self._me], self._word, *words[self._me :]]
 
     def put(self) -> None:
-        """What came, into its places."""
+        """Copies what came into its places."""
         first = self._word is not None
         places, come = ([one for row in side for one in row[first:]] for side in (self._places, self._come))
         _copy(places, come)
 
 
 class Round:
-    """These parameters, on their way to their owners once it is made. Collective, as is each call.
+    """Sends these parameters to their owners; under way once it is made. Collective, as is each call.
 
     ``gradients``, ``parameters``: this rank's parts, 1-d, by name.
     """
@@ -142,7 +142,7 @@ class Round:
 
     @property
     def in_place(self) -> Sequence[torch.Tensor]:
-        """Parameters that this rank has all of and owns: they are updated where they are."""
+        """Parameters that this rank owns and has all of: they are updated where they are."""
         pairs = zip(self._rows.values(), self._parameters.wholes, strict=True)
         return [whole for row, whole in pairs if whole is not None and not row.sent]
 
@@ -160,17 +160,17 @@ class Round:
         return gradients, parameters
 
     def send_back(self, word: int | None = None) -> None:
-        """The new parameters are on their way back. ``word``: of this rank, at the end of the last round."""
+        """Sends the new parameters back. ``word``: this rank's, at the end of the last round."""
         self._message = None
         if self._travels or word is not None:
             self._message = Message(self._parameters.taken, self._parameters.given, self._mesh, word)
 
     def wait(self) -> list[int]:
-        """Until they are back; the ranks' words, if there are any. Nothing is written yet."""
+        """Waits until they are back; returns the ranks' words, if there are any. Nothing is written yet."""
         return self._message.wait() if self._message is not None else []
 
     def write(self) -> None:
-        """The new parameters into this rank's parts."""
+        """Writes the new parameters into this rank's parts."""
         if self._message is not None:
             self._message.put()
         self._parameters.take_out()

@@ -22,14 +22,14 @@ log = logging.getLogger("fsdp_compiled")
 
 
 def set_nccl() -> None:
-    """Sets `NCCL` for communicators that are not made yet, and says so where the process group's own is.
+    """Sets `NCCL` for communicators that are not made yet, and says so if the process group's own exists already.
 
-    ``NCCL_GRAPH_REGISTER=0``: to register a graph's buffers, ranks exchange handles while they capture. A rank whose
-    capture fails in Python leaves the others waiting for ever, and tiny collectives beside large registered ones may
-    hang across nodes (NVIDIA/nccl 2389). Registration gains little for buffers as large as a unit's.
+    ``NCCL_GRAPH_REGISTER=0``: to register a graph's buffers, ranks exchange handles while they capture. If a rank's
+    capture fails in Python, the others wait forever; and tiny collectives beside large registered ones may hang across
+    nodes (NVIDIA/nccl 2389). Registration gains little for buffers as large as a unit's.
 
-    ``TORCH_NCCL_HIGH_PRIORITY=1``: NCCL's kernels get multiprocessors before compute that waits for them, as FSDP2's
-    do. PyTorch has another pool of streams for that priority (``initNCCLComm`` in ``ProcessGroupNCCL.cpp``), so no
+    ``TORCH_NCCL_HIGH_PRIORITY=1``: NCCL's kernels get multiprocessors before the compute that waits for them, as in
+    FSDP2. PyTorch has another pool of streams for that priority (``initNCCLComm`` in ``ProcessGroupNCCL.cpp``), so no
     graph's stream is NCCL's.
     """
     group = dist.group.WORLD
@@ -55,7 +55,7 @@ def _say_normal_priority() -> None:
 
 
 def default_device() -> torch.device:
-    """The GPU that the process group is bound to, that was made current, or that torchrun says, in this order."""
+    """The GPU that the process group is bound to, else the one made current, else the one that torchrun says."""
     if not torch.cuda.is_available():
         return torch.device("cpu")
     group = dist.group.WORLD if dist.is_available() else None
@@ -63,17 +63,17 @@ def default_device() -> torch.device:
     if bound is not None and bound.type == "cuda":
         return bound
     current, local = torch.cuda.current_device(), int(os.environ.get("LOCAL_RANK", 0))
-    # Of one GPU that this process sees (CUDA_VISIBLE_DEVICES), the number is 0, whatever torchrun's is.
+    # If this process sees one GPU (CUDA_VISIBLE_DEVICES), its number is 0, whatever torchrun's number is.
     return torch.device("cuda", local if current == 0 and local < torch.cuda.device_count() else current)
 
 
 def close() -> None:
     """Ends the process group, if there is one, and lets its threads let go.
 
-    gloo's threads end with the last reference to the group, and something may hold one (a ``DeviceMesh``, FSDP2's and
-    DDP's modules). A thread that is still about to free a collective's tensors, for which it needs the interpreter's
-    lock, would be stopped by Python's shutdown in the middle, and take a process that had done its work down with it:
-    ``terminate called without an active exception``. Here the lock is left to them for a moment.
+    Gloo's threads end with the last reference to the group, and something may hold one (a ``DeviceMesh``, FSDP2's and
+    DDP's modules). A thread that is still to free a collective's tensors needs the interpreter's lock. Python's
+    shutdown would stop it in the middle, and it would take down a process that had done its work: ``terminate called
+    without an active exception``. So here the lock is left to the threads for a moment.
     """
     if dist.is_initialized():
         dist.destroy_process_group()
@@ -87,10 +87,10 @@ _end: list[Callable[..., None]] = []  # PyTorch's own code to end a process grou
 def before_end(call: Callable[[], None]) -> None:
     """Has this called before a process group ends, whoever ends it.
 
-    NCCL waits, however long it takes, for the graphs that hold its collectives to be destroyed; PyTorch has no place to
-    say so, and a script may end its process group while it still holds what it trained with. So once something asks
-    for it, the function has other code: scripts hold the function itself (``from torch.distributed import
-    destroy_process_group``), and a name of another function would not reach them.
+    NCCL waits, however long it takes, until the graphs that hold its collectives are destroyed. PyTorch has no hook for
+    this, and a script may end its process group while it still holds what it trained with. So the first request
+    replaces the code of PyTorch's function: scripts hold the function itself (``from torch.distributed import
+    destroy_process_group``), and another function under its name would not reach them.
     """
     if not _end:
         function = dist.destroy_process_group
@@ -111,7 +111,7 @@ def _copied(function: Any) -> Callable[..., None]:
 
 
 def _destroy_process_group(group=None):  # type: ignore[no-untyped-def]
-    # Runs as PyTorch's own function, among its names: what it needs it imports.
+    # Runs as PyTorch's own function, with that module's names, so it imports what it needs.
     from fsdp_compiled.distributed import process_group
 
     process_group._end_graphs()
@@ -124,7 +124,7 @@ def _end_graphs() -> None:
 
 
 def backends(mesh: Mesh) -> dict[str, str]:
-    """Who carries out collectives along each axis, for tensors on the mesh's device: ``"nccl"``, ``"gloo"``."""
+    """The backend that carries out collectives along each axis, on the mesh's device: ``"nccl"``, ``"gloo"``."""
     resolve = dist.distributed_c10d._resolve_process_group
     return {axis: resolve(name)._get_backend(mesh.device).name() for axis, name in mesh.groups.items()}
 

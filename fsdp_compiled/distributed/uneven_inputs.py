@@ -5,12 +5,12 @@
                     sharded.step(batch)                   sharded.step(batch)
                                                       # here it makes two more steps, on zeros that count nothing
 
-Every rank holds shards that the others need, so that it cannot leave: it *shadows* the calls of those that have
-batches. Before each call inside `join` ranks tell each other what they are about to run (one small exchange between
-hosts, as in DDP's `Join`); the programs are those of ``Policy(weigh="rows")``, with no collective more.
+Every rank holds shards that the others need, so it cannot leave: it *shadows* the calls of the ranks that have batches.
+Before each call inside `join`, ranks tell each other what they are about to run (one small exchange between hosts, as
+in DDP's `Join`). The programs are those of ``Policy(weigh="rows")``, with no collective more.
 
-A call that fails leaves the block as it is: those with batches may catch the error and go on, and a rank that has run
-out goes on in their steps. A rank that leaves the block by an error tells the others, for all of whom it ends.
+A call that fails leaves the block as it is: ranks with batches may catch the error and go on, and a rank that has run
+out goes on in their steps. A rank that leaves the block by an error tells the others, and the block ends for all.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Announced:
     modes: Any  # the modes around it
 
     def batch(self, device: torch.device) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """A batch of the same form, of zeros."""
+        """A batch of zeros of the same form."""
         return pytree.tree_map_only(
             torch.Tensor,
             lambda t: torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=device).zero_(),
@@ -63,7 +63,7 @@ class Joined:
         self._over: str | None = None  # why nobody is in the block any more
 
     def announce(self, kind: str, label: str, batch: Any, hypers: Mapping[str, float], modes: Any) -> None:
-        """Tells those that have run out what to run; `RankError` where ranks are about to do different things."""
+        """Tells ranks that have run out what to run. Raises `RankError` if ranks are about to do different things."""
         if self.shadows is None:
             example = pytree.tree_map_only(
                 torch.Tensor,
@@ -73,7 +73,7 @@ class Joined:
             self._agree(Announced(kind, label, example, dict(hypers), modes))
 
     def refuse(self, reason: str) -> None:
-        """An error on every rank: this one refuses its call."""
+        """Makes it an error on every rank that this one refuses its call."""
         self._agree(Announced("", REFUSED + reason, None, {}, None))
 
     def leave(self, error: Exception) -> None:

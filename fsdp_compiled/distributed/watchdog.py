@@ -1,29 +1,29 @@
-"""The watchdog: where this rank's call does not return, it looks up what the other ranks called.
+"""The watchdog: if this rank's call does not return, it looks up what the other ranks called.
 
     rank 0: call 7, step      gather  gather  reduce-scatter ...      waits, and would until the process group's timeout
     rank 1: call 7, forward   gather  gather                          is done, and does something else
 
 Nobody fails here: both calls were compiled before, so neither rank met the other. But both are on the board. A thread
-that sleeps beside the rank looks there once a call has lasted longer than `PATIENCE`. There are three reasons to act:
+sleeps beside the rank, and looks there once a call has lasted longer than `PATIENCE`. It has three reasons to act:
 
 - another rank posted the same call with another wire: their collectives can never pair up;
 - the next rank gives no sign of life any more (each rank's thread gives one every `BEAT` seconds): its process hangs
   as a whole or was stopped, or its machine is lost;
 - the connections to the next rank are closed: its process has ended, while this rank waits for it elsewhere.
 
-Each rank looks after the next one, so that somebody sees it whoever it is. A rank that is late or slow gives signs of
-life, and is waited for until the process group's timeout.
+Each rank watches the next one, so every rank is watched. A rank that is late or slow gives signs of life, and is waited
+for until the process group's timeout.
 
-The thread leaves the reason on the board and closes the connections to the other ranks (`connections`): what waits for
-them fails, on all of them, as if a rank had died, and the error that each raises is the reason. Where that does not end
-the call (NCCL's kernels wait on the device), it does what NCCL's watchdog does: says why, and ends the process. NCCL's
-own does not: it knows nothing of the collectives that a CUDA graph replays.
+The thread leaves the reason on the board and closes the connections to the other ranks (`connections`). What waits for
+these then fails on all ranks, as if a rank had died, and each rank raises the reason as its error. If that does not end
+the call (NCCL's kernels wait on the device), the thread does what NCCL's watchdog does: it says why, and ends the
+process. NCCL's own does not: it knows nothing of the collectives that a CUDA graph replays.
 
-The store itself may be gone, with rank 0 or with torchrun's agent. Then no rank can tell another anything, no call can
-begin, and one that does not end within `GRACE` waits for what will not come: the process ends there, too. Where the
-store's process hangs, or a cable was pulled, it is not gone, it only never answers, and who asks it waits: a second
-thread, which asks nothing, closes the connection after `SILENCE`. A call that was given to a GPU is over when the GPU
-has done it.
+The store itself may be gone, with rank 0 or with torchrun's agent. Then no rank can tell another anything, and no call
+can begin. A call that does not end within `GRACE` waits for what will not come, so the process ends there, too. If the
+store's process hangs, or a cable was pulled, the store is not gone. It only never answers, and whoever asks it waits. A
+second thread, which asks nothing, closes the connection after `SILENCE`. A call that was given to a GPU is over when
+the GPU has done it.
 """
 
 from __future__ import annotations
@@ -54,9 +54,9 @@ class Running:
 
     call: Posted
     since: float = field(default_factory=time.monotonic)
-    looked: int = 0  # at how many ranks
+    looked: int = 0  # how many ranks were looked at
     agree: set[int] = field(default_factory=set)  # ranks that made the same call
-    done: Callable[[], bool] | None = None  # on the device, once it has returned on the host
+    done: Callable[[], bool] | None = None  # whether the device is done, once the call has returned on the host
 
     @property
     def lasts(self) -> float:
@@ -71,7 +71,7 @@ class Watchdog:
         self._running: Running | None = None
         self._pulse: tuple[Row | None, float] = None, time.monotonic()  # the next rank's row, and since when
         self._told: set[Ends] = set()  # this rank's connections, as the others know them
-        self._ever: set[Ends] = set()  # and all that it has had
+        self._ever: set[Ends] = set()  # all connections that it has had
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
 
@@ -94,8 +94,8 @@ class Watchdog:
                 ).start()
 
     def end(self, on_device: Callable[[], Callable[[], bool]] | None = None) -> None:
-        """The call is over; unless its collectives may still run on a device: what is returned then says when they
-        have."""
+        """Notes that the call is over. If its collectives may still run on a device, ``on_device`` gives a function
+        that says when they have ended."""
         if self._running is not None and on_device is not None and self._running.call.communicates:
             self._running.done = on_device()
         else:
@@ -103,10 +103,10 @@ class Watchdog:
 
     @property
     def _underway(self) -> Running | None:
-        """The call, until its end on the device."""
+        """The current call, until its end on the device."""
         running = self._running
         if running is not None and running.done is not None:
-            with suppress(RuntimeError):  # the GPU is lost, which its next use says
+            with suppress(RuntimeError):  # the GPU is lost, as its next use will say
                 return None if running.done() else running
             return None
         return running
@@ -115,7 +115,7 @@ class Watchdog:
         self._stop.set()
 
     def wait_until_stopped(self) -> None:
-        """Before Python ends: a thread that comes back from the store after that would crash it."""
+        """Waits before Python ends: a thread that comes back from the store after that would crash it."""
         if self._thread is not None:
             self._thread.join(5.0)
 
@@ -192,7 +192,7 @@ class Watchdog:
         return ended is not None and ended >= running.call.number
 
     def _silent(self, running: Running) -> str | None:
-        """That the next rank gives no sign of life any more, if so."""
+        """A message that the next rank no longer gives a sign of life, if so."""
         board, now = self._board, time.monotonic()
         pulse, since = board.row(self._next), self._pulse[1]
         if pulse != self._pulse[0] or since > now - SILENCE:
@@ -206,7 +206,7 @@ class Watchdog:
         )
 
     def _gone(self, running: Running) -> str | None:
-        """That the next rank's process has ended without a word, if its connections say so."""
+        """A message that the next rank's process has ended without a word, if its connections say so."""
         if not self._cuts:
             return None
         self._tell_connections()
@@ -217,7 +217,7 @@ class Watchdog:
         return self._lost(f"{self._board.name(self._next)} is gone: its connections are closed")
 
     def _lost(self, what: str) -> str:
-        """Leaves the reason on the board, unless there is one: a rank says why before it cuts connections."""
+        """Leaves the reason on the board, unless one is there: a rank says why before it cuts connections."""
         running, board = self._running, self._board
         if (known := board.error()) is not None:
             return known
@@ -227,10 +227,10 @@ class Watchdog:
         return message
 
     def _reason(self, running: Running) -> str | None:
-        """Why this call will never return, if one other rank says so.
+        """Why this call will never return, if another rank's calls show it.
 
-        One rank at a time, the next one first: where any two differ, two neighbours do, and thousands of ranks that
-        wait for a late one ask the store little.
+        It asks one rank at a time, the next one first: where any two ranks differ, two neighbours differ, and thousands
+        of ranks that wait for a late one ask the store little.
         """
         board, call = self._board, running.call
         if len(running.agree) == board.world - 1:
@@ -250,7 +250,7 @@ class Watchdog:
         return message
 
     def _break(self, running: Running, reason: str) -> None:
-        """Makes the call fail, or else the process end."""
+        """Makes the call fail, or else ends the process."""
         board, until, offset = self._board, time.monotonic() + GRACE, 0
         while time.monotonic() < until:
             if self._cuts:

@@ -1,17 +1,17 @@
 """`Edit`: the only place where a graph is copied or changed; a pass makes one, changes it, and is `done`.
 
-A program is a value: an edit changes a copy of it. Who needs a program no more donates it, as `passes.run` does with
-what one pass has made for the next; the edit then takes the graph itself, and nothing may look at that program again.
+A program is a value: an edit changes a copy of it. A caller that no longer needs a program donates it, as `passes.run`
+does with one pass's result for the next; the edit then takes the graph itself, and nothing may look at that program.
 
-`Insertion` inserts the calls that a pass made for one unit again for another that is like it:
+`Insertion` repeats, for one unit, the calls that a pass inserted for a similar unit:
 
     made for layers.0                                again for layers.1
 
     layers_0_view = split(shard_layers_0, [8, 4])    layers_1_view = split(shard_layers_1, [8, 4])
     layers_0_view_1 = getitem(layers_0_view, 0)      layers_1_view_1 = getitem(layers_1_view, 0)
 
-Each call has the operator, the arguments, the role and the fake tensors of the first one's: nothing is worked out. What
-that read of the given nodes, and of the calls before it, is its own.
+Each call copies the operator, arguments, role and fake tensors of the first one: nothing is inferred again. Only the
+nodes that it reads, given ones or earlier calls, are those of its own unit.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from fsdp_compiled.ir.program import Port, Program
 
 @dataclass(frozen=True)
 class Scope:
-    """Whose calls they are."""
+    """The unit and the buffers that inserted calls belong to."""
 
     unit: str
     buffers: tuple[str, ...]
@@ -48,7 +48,7 @@ class Insertion:
     def __init__(self, calls: Sequence[fx.Node], given: Sequence[fx.Node], found: Sequence[fx.Node], of: Scope) -> None:
         self._given, self._found, self._of = given, found, of
         own = {id(node.meta["val"]): place for place, node in enumerate(given)}
-        # With the place of the given node whose tensor is the result: an operator returns what it writes in place.
+        # Last entry: the place of the given node whose tensor the call returns, as in-place operators do.
         self._marks: list[Mark] = list(dict.fromkeys(node.meta["mark"] for node in calls))
         numbers = {mark: number for number, mark in enumerate(self._marks)}
         self._calls = [
@@ -63,7 +63,7 @@ class Insertion:
     def again(
         self, graph: fx.Graph, given: Sequence[fx.Node], of: Scope, phase: Phase, name_of: Callable[[Mark], str]
     ) -> tuple[list[fx.Node], list[fx.Node]]:
-        """The same of these nodes, for this unit, at the graph's point of insertion; and what was found there."""
+        """Inserts the calls for this unit, on these nodes, at the insertion point; returns them and the wanted ones."""
         mapping = _Mapping(zip(self._given, given, strict=True))
         keys = dict(zip(self._of.buffers, of.buffers, strict=True)) | {"": ""}
         marks = [Mark(mark.role, of.unit, keys[mark.buffer], mark.purpose) for mark in self._marks]
@@ -78,7 +78,7 @@ class Insertion:
 
 
 class _Mapping(dict[fx.Node, fx.Node]):
-    """What is no unit's own is itself."""
+    """Maps a node that belongs to no unit to itself."""
 
     def __missing__(self, node: fx.Node) -> fx.Node:
         return node
@@ -91,7 +91,7 @@ SET_ARGS, SET_KWARGS = (vars(fx.Node)[name].fset for name in ("args", "kwargs"))
 class Edit:
     """A copy of a program that may be changed, or a donated one; `done` turns it into the next program.
 
-    Lives inside one pass. ``self.map`` leads from the nodes of a program that was copied to the copy's.
+    Lives inside one pass. ``self.map`` leads from the nodes of the copied program to those of the copy.
     """
 
     def __init__(self, program: Program) -> None:
@@ -109,11 +109,11 @@ class Edit:
         self._phase: Phase = "forward"
         self._made: dict[Hashable, Insertion] = {}  # what was inserted for one unit, to be inserted again for others
         self._calls: list[fx.Node] = []
-        self._left: list[fx.Node] = []  # what were outputs
+        self._left: list[fx.Node] = []  # nodes that were outputs
 
     @property
     def outputs(self) -> dict[Port, fx.Node | None]:
-        """As they are now: who goes through them may set and remove some meanwhile."""
+        """The current outputs, in a new dict: a caller may set and remove outputs while it iterates."""
         return dict(self._outputs)
 
     @property
@@ -143,10 +143,11 @@ class Edit:
     def again(
         self, key: Hashable, given: Sequence[fx.Node], of: Scope, make: Callable[[], Sequence[fx.Node]]
     ) -> Sequence[fx.Node]:
-        """What ``make`` inserts for this unit, and which of it it returns: as it was made before, if it was.
+        """Inserts and returns what ``make`` does for this unit, by repeating the calls of an earlier unit where
+        possible.
 
-        ``key``: equal for units of which ``make`` inserts the same calls of the ``given`` nodes, and of others that are
-        the same for all.
+        ``key``: equal for units for which ``make`` inserts the same calls, on the ``given`` nodes and on nodes that are
+        the same for all units.
         """
         layouts = [self._result.number(node.meta["val"]) for node in given]
         if None in layouts or len(set(given)) < len(given):
@@ -174,7 +175,7 @@ class Edit:
         return copy
 
     def add_input(self, port: Port, value: torch.Tensor) -> fx.Node:
-        """A new placeholder, after those there are; ``value`` is a fake tensor."""
+        """Adds a placeholder behind the existing ones; ``value`` is a fake tensor."""
         last = next(reversed(self._inputs.values()))
         with self.graph.inserting_after(last):
             node = self.graph.placeholder(_identifier(str(port)))
@@ -183,7 +184,7 @@ class Edit:
         return node
 
     def before(self, port: Port, value: fx.Node) -> fx.Node:
-        """What the tensor held that ``value`` is written to: its placeholder, a new one where nothing reads it yet."""
+        """The old value of the tensor that ``value`` is written to: its placeholder, added if nothing reads it yet."""
         old = Port("in", port.kind, port.name)
         return self._inputs.get(old) or self.add_input(old, value.meta["val"])
 
@@ -195,7 +196,7 @@ class Edit:
         return fake_tensor(self.mode, tuple(shape), tuple(strides), dtype, device)
 
     def remove_inputs(self, ports: Iterable[Port]) -> None:
-        """Those that nothing reads any more."""
+        """Removes inputs that nothing reads any more."""
         for port in ports:
             self.graph.erase_node(self._inputs.pop(port))
 
@@ -203,7 +204,7 @@ class Edit:
         self.set_outputs({port: node})
 
     def set_outputs(self, nodes: Mapping[Port, fx.Node | None]) -> None:
-        """Several at once, where there are many: each time, the output node is told of all that there are."""
+        """Sets several outputs in one call: each call gives the output node the list of all outputs again."""
         self._left += [known for port in nodes if (known := self._outputs.get(port)) is not None]
         self._outputs |= nodes
         self._sync()
@@ -218,7 +219,7 @@ class Edit:
     def sweep(self, among: Iterable[fx.Node] | None = None) -> None:
         """Erases calls whose results nothing uses; writes in place and collectives' waits stay if used.
 
-        Draws of random numbers stay too: they move the generator. ``among``: those that may be unused; None: all.
+        Random operators stay too: they advance the generator. ``among``: the nodes that may be unused; None: all nodes.
         """
         found = [node for node in (self.graph.nodes if among is None else among) if not node.users]
         while found:
@@ -245,7 +246,7 @@ class Edit:
                 node.replace_input_with(source, clones[source])
 
     def drop_unused_parts(self) -> None:
-        """Makes collectives of several buffers carry only those that are used: what is sent is awaited."""
+        """Makes collectives of several buffers carry only those that are used: everything sent must be awaited."""
         self.sweep()
         gathers = self.graph.find_nodes(op="call_function", target=c10d.all_gather_into_tensor_coalesced.default)
         for node in gathers:
@@ -269,7 +270,7 @@ class Edit:
             self.sweep()
 
     def hoist(self, node: fx.Node, before: fx.Node) -> None:
-        """Moves a node, with all that it is made of, up to before another: numbers that nothing in between changes."""
+        """Moves a node and its sources up to before another; nothing in between may change their values."""
         order = positions(self.graph)
         found: set[fx.Node] = set()
         stack = [node]
@@ -288,7 +289,7 @@ class Edit:
     def done(self, name: str, *notes: str, keeps_readers: bool = False) -> Program:
         """The next program: swept, with this pass in its history and what it chose in its notes.
 
-        ``keeps_readers``: no node lost one, but where it was an output; nothing is looked for elsewhere then.
+        ``keeps_readers``: only former outputs lost a reader; the sweep then looks at them and at inserted calls only.
         """
         self.sweep(dict.fromkeys([*self._calls, *self._left]) if keeps_readers else None)
         ports = (*self._inputs, *self._outputs)
@@ -297,7 +298,7 @@ class Edit:
 
 
 def _missing(wanted: list[fx.Node], nodes: Collection[fx.Node], made: Collection[fx.Node]) -> set[fx.Node]:
-    """The wanted nodes and all that they are made of, as far as it is among these nodes and not yet made."""
+    """The wanted nodes and all nodes they are computed from, as far as those are in ``nodes`` and not in ``made``."""
     found: set[fx.Node] = set()
     stack = list(wanted)
     while stack:
@@ -318,7 +319,7 @@ def _identifier(text: str) -> str:
 
 
 def weighed(edit: Edit, value: fx.Node, weight: fx.Node, mark: Mark) -> fx.Node:
-    """``value * weight``, and zero where the weight is, even if the value is not finite."""
+    """``value * weight``, but zero where the weight is zero, even if the value is not finite."""
     counts = edit.call(torch.ops.aten.gt.Scalar, weight, 0, mark=mark)
     product = edit.call(torch.ops.aten.mul.Tensor, value, weight, mark=mark)
     return edit.call(torch.ops.aten.where.ScalarOther, counts, product, 0.0, mark=mark)

@@ -1,4 +1,4 @@
-"""The form that every program has; the one walk that looks at it also finds what the invariants ask for."""
+"""The form that every program has. One walk checks it, and also collects what the invariants need."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ class Checked:
     roles: dict[str, list[fx.Node]] = field(default_factory=dict)  # what passes inserted, by role
     writes: list[tuple[fx.Node, list[fx.Node]]] = field(default_factory=list)  # with what is written in place
     collectives: list[fx.Node] = field(default_factory=list)
-    gathered: list[fx.Node] = field(default_factory=list)  # what parameters go through on their way to compute
+    gathered: list[fx.Node] = field(default_factory=list)  # nodes that parameters pass through on the way to compute
 
     def marked(self, role: Role) -> Sequence[fx.Node]:
         return self.roles.get(role, ())
 
 
 def ends(program: Program) -> Checked:
-    """Its inputs and outputs, looked at without a walk over what is between."""
+    """The program's inputs and outputs, found without a walk over the nodes in between."""
     places = program.graph.find_nodes(op="placeholder")
     given = [port for port in program.ports if port.side == "in"]
     values = program.graph.output_node().args[0]

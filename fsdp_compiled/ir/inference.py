@@ -1,9 +1,9 @@
-"""Infers the fake tensors that a call gives: once for calls that are alike, however many layers have one.
+"""Infers the fake tensors that a call returns: once for calls that are alike, in however many layers.
 
     view(full_0, [8, 8])    ->  float32[8, 8], by running it on fake tensors
-    view(full_1, [8, 8])    ->  the same, without: its operator, arguments and layouts are those of the first
+        view(full_1, [8, 8])    ->  the same, without running it: operator, arguments and layouts are those of the first
 
-Results are tensors of their own; what an operator writes in place and returns is the argument itself.
+Results are new tensors; where an operator writes an argument in place and returns it, the result is that argument.
 """
 
 from __future__ import annotations
@@ -27,27 +27,27 @@ Layout = tuple[tuple[int, ...], tuple[int, ...], torch.dtype, torch.device]
 
 
 class _Odd(Exception):
-    """Something whose calls are not compared: a size that moves, an object."""
+    """An argument for which calls are not compared: a dynamic size or an object."""
 
 
 class Alike:
-    """Tells calls of nodes apart: by operator, numbers, and the layouts of tensors."""
+    """Compares calls of nodes: by operator, numbers, and the layouts of tensors."""
 
     def __init__(self) -> None:
-        self._known_layouts: dict[Hashable, int] = {}  # each with a number, since to hash one takes long
+        self._known_layouts: dict[Hashable, int] = {}  # a number for each, since hashing one takes long
         self._layouts: dict[int, tuple[torch.Tensor, int]] = {}  # of arguments, by identity
 
     def key(self, node: fx.Node) -> Hashable | None:
-        """Equal for nodes that do the same and give the same, on other values; None where that is not known."""
+        """Equal for nodes that do the same, on other values, and give like results; None where that is not known."""
         try:
             return node.target, self._key((node.args, node.kwargs, node.meta["val"]), [])
         except _Odd:
             return None
 
     def _key(self, values: Sequence[Any], tensors: list[torch.Tensor]) -> tuple[Hashable, ...]:
-        """Equal for arguments that are alike: the same numbers, tensors of one layout, the same one in the same places.
+        """Equal for like arguments: the same numbers, layouts of tensors, and places of a repeated tensor.
 
-        ``tensors`` is filled with the tensors, each once.
+        ``tensors`` is filled with each tensor once.
         """
         found: list[Any] = []
         self._spell(values, found, tensors, {})
@@ -56,7 +56,7 @@ class Alike:
     def _spell(
         self, values: Iterable[Any], found: list[Any], tensors: list[torch.Tensor], places: dict[int, int]
     ) -> None:
-        """Each value by its kind, and by what follows for that kind: so no two rows of values are spelled alike."""
+        """Writes each value as its kind and its content, so that no two different rows of values are written alike."""
         for value in values:
             if (kind := type(value)) is fx.Node:
                 value = value.meta["val"]
@@ -79,7 +79,7 @@ class Alike:
                 raise _Odd
 
     def number(self, value: Any) -> int | None:
-        """The same for tensors of one layout; None for what is no such tensor."""
+        """A number for the tensor's layout, equal for tensors of one layout; None for any other value."""
         if (known := self._layouts.get(id(value))) is not None:
             return known[1]
         with suppress(_Odd):
@@ -103,8 +103,8 @@ class Inference(Alike):
         self._known: dict[Hashable, tuple[Any, Any]] = {}
 
     def __call__(self, target: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """The result of ``target(*args, **kwargs)``, of nodes or of fake tensors themselves."""
-        if target is getitem:  # of as many as there are, each of which takes one out
+        """The result of ``target(*args, **kwargs)``; the arguments are nodes, or fake tensors themselves."""
+        if target is getitem:  # not remembered: each call takes another item out
             return getitem(*_values(args))
         tensors: list[torch.Tensor] = []
         try:
@@ -120,7 +120,7 @@ class Inference(Alike):
         return value
 
     def _described(self, value: Any, places: Mapping[int, int]) -> Any:
-        """How to make the result again: the places of arguments that it is, and the layouts of other tensors."""
+        """A recipe for the result: which arguments it contains, by place, and the layouts of its other tensors."""
         if type(value) in (tuple, list):
             return type(value)(self._described(one, places) for one in value)
         if value is None:
@@ -142,7 +142,7 @@ class Inference(Alike):
 
 @dataclass(frozen=True)
 class _Result:
-    """A tensor of its own."""
+    """A result tensor that is none of the arguments."""
 
     layout: Layout
     number: int
@@ -162,7 +162,7 @@ def _layout_of(value: torch.Tensor) -> Layout:
 
 
 def _plain(value: Any) -> bool:
-    """Whether it is a fake tensor that its shape, strides, dtype and device say all of."""
+    """Whether it is a fake tensor that its shape, strides, dtype and device describe completely."""
     return (
         type(value) is FakeTensor
         and value.layout == torch.strided

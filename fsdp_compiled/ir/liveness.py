@@ -27,14 +27,14 @@ class LiveRange:
 
     unit: str
     gathers: list[fx.Node] = field(default_factory=list)  # the collectives
-    aliases: set[fx.Node] = field(default_factory=set)  # every node that is what they bring
+    aliases: set[fx.Node] = field(default_factory=set)  # every node that holds what they gather
     uses: list[fx.Node] = field(default_factory=list)  # the nodes that read it, in order; the output node may be one
     start: int = 0  # of the first collective
     stop: int = 0  # of the last use
 
     @property
     def nbytes(self) -> int:
-        """Of the gathered buffers."""
+        """Bytes of the gathered buffers."""
         values = [leaf for node in self.gathers for leaf in pytree.tree_leaves(node.meta["val"])]
         return sum(value.nbytes for value in values if isinstance(value, torch.Tensor))
 
@@ -46,7 +46,7 @@ class LiveRange:
 
 
 def live_ranges(graph: fx.Graph) -> list[LiveRange]:
-    """In the order in which their gathers start."""
+    """All live ranges, in the order in which their gathers start."""
     order = positions(graph)
     found: list[LiveRange] = []
     for node in graph.nodes:

@@ -1,9 +1,9 @@
 """Copies of the nodes of ``torch.fx`` graphs, in the same graph and in others.
 
-A *row* is a node with all of it that may be changed but its place. What is noted of it is not copied: a pass notes
-things of nodes that it makes, and gives another one that it changes new notes.
+A *row* holds all of a node that may be changed, except its place. Entries of ``node.meta`` are shared, not copied: a
+pass writes entries for nodes that it makes, and new ones for an existing node that it changes.
 
-`Kept` is a program whose graph is given away, as it was, for a quarter of what a copy takes to make:
+`Kept` remembers a program whose graph is given away, as it was, for a quarter of the cost of a copy:
 
     kept = Kept(program)        the rows of its nodes: operator, arguments, and what is noted of it
     ...                         passes change the graph itself
@@ -24,7 +24,7 @@ from fsdp_compiled.torch_private.names import there
 map_arg = fx.node.map_arg
 Row = tuple[fx.Node, Any, tuple[Any, ...], Mapping[str, Any], dict[str, Any]]
 Names = tuple[set[str], dict[str, int]]
-# The call that one is like, its operator and arguments, and the name that it would have.
+# The call to repeat, its operator and arguments, and the name for the new call.
 Like = tuple[fx.Node, Any, tuple[Any, ...], dict[str, Any], str]
 
 
@@ -33,7 +33,7 @@ def row_of(node: fx.Node) -> Row:
 
 
 def new_calls(graph: fx.Graph, rows: Iterable[Like], mapping: dict[fx.Node, fx.Node]) -> list[fx.Node]:
-    """A call for each, in order, of what ``mapping`` has for the nodes among its arguments, which it joins."""
+    """Makes each call in order, its argument nodes replaced as ``mapping`` says, and adds it to ``mapping``."""
     change, found = mapping.__getitem__, []
     for first, target, args, kwargs, stem in rows:
         given: Any = map_arg(args, change)
@@ -44,7 +44,7 @@ def new_calls(graph: fx.Graph, rows: Iterable[Like], mapping: dict[fx.Node, fx.N
 
 
 def copied_node(graph: fx.Graph, row: Row, change: Callable[[fx.Node], fx.Node]) -> fx.Node:
-    """A copy in another graph, which has no node of its name, in whose arguments nodes are changed."""
+    """A copy in another graph with its argument nodes changed; that graph has no node of its name."""
     node, target, args, kwargs, meta = row
     given: Any = map_arg(args, change)
     named: Any = map_arg(kwargs, change) if kwargs else {}
@@ -54,14 +54,14 @@ def copied_node(graph: fx.Graph, row: Row, change: Callable[[fx.Node], fx.Node])
 
 
 def input_for(graph: fx.Graph, node: fx.Node) -> fx.Node:
-    """A placeholder in another graph, which has no node of its name, for what the node computes."""
+    """A placeholder in another graph for what the node computes; that graph has no node of its name."""
     made = graph.create_node("placeholder", node.name, (), {}, node.name)
     made.meta.update(node.meta)
     return made
 
 
 def names_of(graph: fx.Graph) -> Names:
-    """The names that nodes of the graph have or had, which no other gets."""
+    """The names that nodes of the graph have or had, and that no other node gets."""
     if not there("nodes' names"):
         return set(), {}
     names = graph._graph_namespace
@@ -69,7 +69,7 @@ def names_of(graph: fx.Graph) -> Names:
 
 
 def give_names(graph: fx.Graph, names: Names) -> None:
-    """What is inserted into this graph, a copy, has the same name as in that of which these are."""
+    """Gives this graph, a copy, the original's names: later nodes are named as they would be in the original."""
     if not there("nodes' names"):
         return
     taken = graph._graph_namespace
@@ -85,14 +85,14 @@ class Kept:
         self._names = names_of(program.graph)
 
     def program(self) -> Program:
-        """Node for node and name for name what it was, in a graph of its own."""
+        """The original program, with the same nodes and names, in a new graph."""
         return replace(self._rest, graph=copied(self._rows, self._names, {}))
 
 
 def copied(rows: Iterable[Row], names: Names, mapping: dict[fx.Node, fx.Node]) -> fx.Graph:
-    """A graph of these nodes; ``mapping`` is filled with each one's copy.
+    """A new graph with these nodes; ``mapping`` is filled with each one's copy.
 
-    What is inserted later has the same name in the copy as in that of which they are.
+    Nodes inserted later have the same names in the copy as in the original.
     """
     graph = fx.Graph()
     for row in rows:

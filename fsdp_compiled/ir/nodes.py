@@ -45,13 +45,13 @@ Role = Literal[
 ASSERT = torch.ops.aten._assert_async.msg
 DISAGREE = "the ranks run different programs"
 OTHER_BATCHES = "ranks along the tp axis were given different batches"
-AGAIN = "again"  # the purpose of a gather that a limit of units repeats
+AGAIN = "again"  # the purpose of a gather that `limit` repeats
 
 
 @dataclass(frozen=True)
 class Mark:
-    """The role of an inserted node, and what it is for, where fusions are to know: ``"factor"``, on a multiplication
-    of a whole gradient by one number, for one; or the check: `AGAIN`."""
+    """The role of an inserted node, and its purpose where fusions or the check need it: for fusions, ``"factor"`` on a
+    multiplication of a whole gradient by one number, for instance; for the check, `AGAIN`."""
 
     role: Role
     unit: str = ""
@@ -87,7 +87,7 @@ def _block(path: str) -> str:
 
 @dataclass(frozen=True)
 class _Schema:
-    """What passes ask of an operator; asked of PyTorch once, since that takes longer than all else at a node."""
+    """What passes need to know about an operator; cached, since asking PyTorch takes longer than the rest of a node."""
 
     namespace: str
     writes: tuple[tuple[int, str], ...]  # the arguments that it writes in place, by place and name
@@ -122,14 +122,14 @@ def _read(target: torch._ops.OpOverload) -> _Schema:
 
 
 def may_be_random(node: fx.Node) -> bool:
-    """Whether the node's operator draws random numbers, with some arguments if not with these."""
+    """Whether the node's operator can draw random numbers, perhaps with other arguments than these."""
     return isinstance(node.target, torch._ops.OpOverload) and _schema(node.target).random
 
 
 def is_random(node: fx.Node) -> bool:
-    """Whether the node draws random numbers, and so gives other ones when it is run again.
+    """Whether the node draws random numbers, and so gives different results when it is run again.
 
-    Attention may, says its operator; where its ``dropout_p`` is 0 it does not.
+    The operators of attention can draw; with a ``dropout_p`` of 0 they do not.
     """
     if not may_be_random(node):
         return False
@@ -154,7 +154,7 @@ def is_wait(node: fx.Node) -> bool:
 
 
 def carried(collective: fx.Node) -> tuple[int, int]:
-    """Bytes that a rank gives, and gets, its own among them."""
+    """Bytes that a rank puts into the collective, and bytes that it gets out, its own included."""
     made = [leaf for leaf in pytree.tree_leaves(collective.meta["val"]) if isinstance(leaf, torch.Tensor)]
     return sum(source.meta["val"].nbytes for source in collective.all_input_nodes), sum(one.nbytes for one in made)
 
@@ -166,19 +166,19 @@ def waited_for(wait: fx.Node) -> fx.Node:
 
 
 def is_view(node: fx.Node) -> bool:
-    """Whether the node's result shares memory with one of its inputs, which it leaves as it is."""
+    """Whether the node's result shares memory with one of its inputs, and the node does not write that input."""
     if node.target is operator.getitem:
         return bool(node.args) and is_view(node.args[0])  # type: ignore[arg-type]
     return isinstance(node.target, torch._ops.OpOverload) and _schema(node.target).views
 
 
 def is_alias(node: fx.Node) -> bool:
-    """Whether the node is its argument's memory, or one of its argument's results."""
+    """Whether the node's result is in its argument's memory, or is one of its argument's results."""
     return is_view(node) or node.target in (operator.getitem, torch.ops.aten._unsafe_view.default)
 
 
 def base_of(node: fx.Node, apart: Container[fx.Node] = ()) -> fx.Node:
-    """What has this value's memory; what is ``apart`` stands for its own."""
+    """The node that made this value's memory; a node in ``apart`` counts as the maker of its own."""
     while node.op == "call_function" and is_alias(node) and node not in apart:
         node = node.all_input_nodes[0]
     return node
@@ -202,9 +202,9 @@ def mutated(node: fx.Node) -> list[fx.Node]:
 
 
 def origin(node: fx.Node, known: Collection[fx.Node] = ()) -> fx.Node:
-    """The node that holds the value: an operator that writes in place returns what it wrote, if its schema says so.
+    """The node that made the value: an operator that writes in place returns what it wrote, if its schema says so.
 
-    Nodes that are ``known`` are taken for holders.
+    The search stops at ``known`` nodes.
     """
     while node not in known and (targets := mutated(node)) and _schema(node.target).returns_own:  # type: ignore[arg-type]
         node = targets[0]
@@ -212,7 +212,7 @@ def origin(node: fx.Node, known: Collection[fx.Node] = ()) -> fx.Node:
 
 
 def versions(node: fx.Node) -> list[fx.Node]:
-    """The node and the results of in-place operators on it, one after the other: one memory."""
+    """The node and the results of in-place operators on it, in order: all share one memory."""
     chain = [node]
     for version in chain:
         chain += [user for user in version.users if version in mutated(user) and user not in chain]
@@ -241,7 +241,7 @@ class Bare(str):
 
 
 def _value_text(value: Any) -> str:
-    """Devices without their index, in which the ranks of one machine differ."""
+    """Writes devices without their index, which differs between the ranks of one machine."""
 
     def one(leaf: Any) -> Any:
         if isinstance(leaf, fx.Node):
@@ -264,10 +264,10 @@ def describe(node: fx.Node) -> str:
 
 
 def as_traced(value: Any) -> Any:
-    """A node's ``val`` with the sizes that move (`Policy.dynamic`) as they were when it was traced, to be counted with.
+    """A node's ``val``, with dynamic sizes (`Policy.dynamic`) replaced by their sizes at trace time, for estimates.
 
-    Sizes that are in the data (``x[mask]``) nobody knows before the step: they count as nothing. Asking a moving size
-    itself, ``int(size)`` or ``size > 8``, would tie the program to the answer.
+    Sizes that depend on data (``x[mask]``) are unknown before the step: they count as nothing. Asking a dynamic size
+    itself, ``int(size)`` or ``size > 8``, would add a guard that ties the program to the answer.
     """
 
     def one(leaf: Any) -> Any:
@@ -280,7 +280,7 @@ def as_traced(value: Any) -> Any:
 
     if isinstance(value, torch.Tensor):
         return one(value)
-    # What most values are, without what pytree takes to find that out.
+    # The most common kinds of values, without the cost of pytree.
     return type(value)(map(as_traced, value)) if type(value) in (tuple, list) else pytree.tree_map(one, value)
 
 
@@ -305,7 +305,7 @@ def fake_tensor(
 ) -> torch.Tensor:
     """A fake tensor of this description; no memory is taken."""
     if {*map(type, shape), *map(type, stride)} <= INT:
-        with no_dispatch():  # whatever modes are active: what they would have to find out is given
+        with no_dispatch():  # active modes would only find out what is given here
             empty = torch.empty_strided(shape, stride, dtype=dtype, device="meta")
         return FakeTensor(mode, empty, device)
     with mode:
@@ -344,7 +344,7 @@ def gathered(graph: fx.Graph) -> dict[str, set[fx.Node]]:
 
 
 def gathered_by(marked: Iterable[fx.Node]) -> dict[str, set[fx.Node]]:
-    """The same, of the nodes in those roles, in order: what else holds parameters reads nothing but one unit's."""
+    """The same, from the nodes in those roles, in order. Other nodes that hold parameters read one unit's alone."""
     found = {node: node.meta["mark"].unit for node in marked if node.meta.get("phase") == "forward"}
     stack = list(found)
     while stack:
@@ -364,7 +364,7 @@ def gathered_by(marked: Iterable[fx.Node]) -> dict[str, set[fx.Node]]:
 
 
 def calls(graph: fx.Graph, are: Callable[[fx.Node], bool]) -> list[fx.Node]:
-    """Those, in order, of whose operator this holds: it is asked of one call of each."""
+    """The calls, in order, for whose operator ``are`` is true; ``are`` is asked for one call of each operator."""
     asked: dict[Any, bool] = {}
     found = []
     for node in graph.nodes:

@@ -7,8 +7,8 @@ ports and by the marks below, never by shapes or node names:
 - ``node.meta["phase"]``: ``"forward"``, ``"backward"`` or ``"update"``.
 - ``node.meta["mark"]``: a `Mark` on nodes that passes inserted: the role they play, and for which unit and buffer.
 - ``node.meta["idle"]``, on a shard's placeholder: the names of its parameters that the loss does not reach; those that
-  microbatches before reached are in ``"added"`` instead.
-- ``node.meta["seed"]``, set on one node: the derivative of the loss by itself, from which backward starts.
+  earlier microbatches reached are in ``"added"`` instead.
+- ``node.meta["seed"]``, set on one node: the derivative of the loss by itself, where backward starts.
 - ``node.meta["effect"]``: the node is run for what it does, such as a check, even where nothing reads its result.
 - ``node.meta["shared"]``: a draw of random numbers that is the same on all ranks along the tp axis.
 - ``node.meta["path"]``: the submodule that the node came from, for people to read.
@@ -45,7 +45,7 @@ PortKind = Literal[
     "constant",  # a tensor that the model or the loss closes over, by name; as an output, its new value
     "batch",  # a tensor of the batch, by its place in it
     "plain",  # a parameter of the model that is not sharded, by name
-    "tangent",  # the derivative by the result of that place, where what follows on forward is not in the program
+    "tangent",  # the derivative by the result at that place, where what follows forward is not in the program
     "saved",  # what forward keeps for backward, where they are two programs; an output of the first
     "size",  # of a tensor of the batch along ``dim``, where sizes move
     "state",  # of the optimizer: ``part``, of a flat buffer or of a whole group
@@ -57,11 +57,11 @@ PortKind = Literal[
     "rank",  # this rank's place among the shards
     "rows",  # how much this rank's batch counts; as an output, inside the pipeline alone
     "call",  # which program this rank runs with which hyperparameters
-    "drawn",  # what this call's random numbers start from, as numbers that ranks along the tp axis compare
-    "mesh",  # of a graph that was just captured: what its collectives go along
+    "drawn",  # the start of this call's random numbers, as numbers that ranks along the tp axis compare
+    "mesh",  # of a graph that was just captured: the mesh of its collectives
     # outputs
     "loss",
-    "aux",  # what the loss function returned beside it, by place
+    "aux",  # what the loss function returned beside the loss, by place
     "result",  # what forward returned, by place
     "parameter gradient",  # by the parameter's name, whole; before `reduce`
     "gradient",  # of a flat buffer, by its key; from `reduce` on
@@ -76,9 +76,9 @@ PortKind = Literal[
 
 @dataclass(frozen=True, eq=False, init=False)
 class Port:
-    """What one placeholder or output is: of which ``kind``, whose (``name``), and which ``part`` of what that has.
+    """What a placeholder or output is: its ``kind``, the ``name`` of the thing it belongs to, and the ``part`` of that.
 
-    Equal ones are one object: each is looked up hundreds of times.
+    Equal ports are one object, since each is looked up hundreds of times.
     """
 
     side: Side
@@ -101,7 +101,7 @@ class Port:
 
     @property
     def key(self) -> str:
-        """What it goes by among those of its kind: in a `State`, for one."""
+        """Its key among the ports of its kind: in a `State`, for example."""
         part = f".{self.part}" if self.name else f"({self.part})"
         return self.name + (part if self.part else "")
 
@@ -113,7 +113,7 @@ _PORTS: dict[tuple[Side, PortKind, str, str, int | None], Port] = {}
 LOSS = Port("out", "loss")
 NORM = Port("out", "norm")
 OVERFLOW = Port("out", "overflow")
-FACTOR = Port("in", "scale", "factor")  # float32, by which the loss is scaled
+FACTOR = Port("in", "scale", "factor")  # float32, the factor on the loss
 STEP = Port("in", "step")  # int64
 COUNT = Port("in", "sum", part="count")  # of microbatches, float64
 WEIGHT = Port("out", "rows")  # float64
@@ -121,23 +121,23 @@ SAME = Port("out", "same")  # float64
 SAME_PARTS = 2
 CALL = Port("in", "call")  # float64
 DRAWN = Port("in", "drawn")  # float64
-SILENT = "none"  # the wire of what sends nothing
+SILENT = "none"  # the wire of a program without collectives
 ANCHOR, MOMENTUM = "outer.anchor", "outer.momentum"  # parts of what sites that step by themselves have in common
 CALL_PARTS = 3  # of 20 bits each, in one element each
 
 
 @dataclass(frozen=True)
 class Program:
-    """A step as a value: a graph, what its ends are, and the passes that made it."""
+    """A step as a value: a graph, its ports, and the passes that made it."""
 
     graph: fx.Graph
     ports: tuple[Port, ...]  # inputs in the order of the placeholders, then outputs in the order of the output node
     history: tuple[str, ...]
     notes: tuple[str, ...] = ()  # what passes chose, and why
-    needs: Callable[[], tuple[str, ...]] = tuple  # what it takes of a rank's memory, for people
-    peak: Callable[[], str] = str  # the node at which that is the most, for people; empty where it is not known
-    edits: int = 0  # that made the graph what it is
-    donated: bool = False  # whether who holds it gives it up: an `Edit` takes the graph then, and copies none
+    needs: Callable[[], tuple[str, ...]] = tuple  # the memory it takes on a rank, for people
+    peak: Callable[[], str] = str  # the node at which memory peaks, for people; empty where it is not known
+    edits: int = 0  # the number of edits that made the graph
+    donated: bool = False  # whether its holder gives it up: an `Edit` then takes the graph instead of copying it
 
     @property
     def inputs(self) -> dict[Port, fx.Node]:
@@ -179,7 +179,7 @@ class Program:
 
     @property
     def collectives(self) -> list[str]:
-        """What is communicated, call by call: of which shape, among whom, and of which unit."""
+        """What is communicated, call by call: the shape, the axis, and the unit."""
         found = calls(self.graph, is_collective)
         marks: list[Mark | None] = [node.meta.get("mark") for node in found]
         return [
@@ -193,9 +193,9 @@ class Program:
         return "\n".join(self.lines())
 
     def outline(self, uneven: bool = False) -> str:
-        """The same without names and arguments that are numbers: what ranks along the tp axis have in common.
+        """The text without names and numeric arguments: what ranks along the tp axis have in common.
 
-        ``uneven``: their parts differ in size, and so only what they send each other is in common.
+        ``uneven``: their parts differ in size, so that only what they send each other is in common.
         """
         places = {node: place for place, node in enumerate(self.graph.nodes)}
         lines = [f"{port.side} {port}" for port in self.ports]
@@ -228,12 +228,12 @@ class Program:
                 yield f"    {node.name}: {describe(node)} = {call_text(node)}" + (f"  # {mark}" if mark else "")
 
     def __str__(self) -> str:
-        from fsdp_compiled.ir.text import summary  # which reads programs; this one call shows one
+        from fsdp_compiled.ir.text import summary  # that module reads programs; only this call shows one
         from fsdp_compiled.plan.text import folded
 
         try:
             return folded(summary(self))
-        except Exception as error:  # what describes a program never stops it
+        except Exception as error:  # a failing description never stops a program
             return f"program: {' -> '.join(self.history)}; no summary: {type(error).__name__}: {error}"
 
     __repr__ = __str__  # what a prompt shows

@@ -1,12 +1,12 @@
-"""How a flat gradient becomes this rank's part of the mean over the ranks: the calls of one input, in their order.
+"""The calls that turn one flat gradient into this rank's part of the mean over the ranks, in their order.
 
     [world * n], float32, zero3, two replicas:   reduce_scatter "avg" over shard, wait, all_reduce "avg" over replicate,
                                                  wait -> [n]
 
-Means are taken on the wire, but for float16, whose largest number is 65504: there a part of the division comes before
-the sum and the rest after it, as in FSDP2. A loop of the user's own may set another factor (`Division`). The pass
-`reduce` writes these calls into a program; what such a loop adds up without synchronisation is no program's, and goes
-through the same ones.
+The collective takes the mean, except for float16, whose largest number is 65504: there part of the division comes
+before the sum and the rest after it, as in FSDP2. A training loop of the user may set another factor (`Division`). The
+pass `reduce` writes these calls into a program. Gradients that such a loop adds up without synchronisation are in no
+program, and go through the same calls.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ class Call:
 
 
 def reduction(buffer: Buffer, dtype: torch.dtype, plan: Plan) -> list[Call]:
-    """Of a flat gradient of this dtype, whole on each rank; what comes of it has the buffer's, unless it is `hooked`:
-    then this ends with the last reduction."""
+    """The calls for a flat gradient of this dtype, whole on each rank. The result has the buffer's dtype, unless the
+    buffer is `hooked`: then the calls end with the last reduction."""
     factor, sums = buffer.division.factor, buffer.division.sums
     wait = Call("wait", c10d.wait_tensor.default)
     calls: list[Call] = []
@@ -63,7 +63,7 @@ def reduction(buffer: Buffer, dtype: torch.dtype, plan: Plan) -> list[Call]:
 
 
 def finish(buffer: Buffer, dtype: torch.dtype, plan: Plan) -> list[Call]:
-    """What comes after the last reduction."""
+    """The calls after the last reduction."""
     factor = buffer.division.factor or plan.world
     after = _divisors(factor)[1] if dtype == torch.float16 else factor if buffer.division.sums else 1
     calls = [Call("scale", aten.div.Tensor, (after,))] if after != 1 else []
@@ -73,7 +73,7 @@ def finish(buffer: Buffer, dtype: torch.dtype, plan: Plan) -> list[Call]:
 
 
 def _divisors(factor: float) -> tuple[int, float]:
-    """What float16 is divided by before a sum over the ranks, a power of two near its root, and what after it."""
+    """The divisors of a float16 gradient before the sum over ranks, a power of two near the root, and after it."""
     before = 1
     while factor % before == 0 and factor / before > before:
         before *= 2

@@ -1,4 +1,4 @@
-"""Programs as people read them: by unit, in the order they run; and what changed between two of them."""
+"""Texts of programs for people: by unit, in the order they run; and the difference between two programs."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from fsdp_compiled.plan.text import human
 def summary(program: Program) -> str:
     """The program by unit: what is computed, gathered, reduced and updated, in the order it runs, with sizes.
 
-    Consecutive nodes of one unit and phase are one line; collectives have lines of their own. The line in which the
-    most memory is taken is marked.
+    Consecutive nodes of one unit and phase share a line; collectives have lines of their own. The line where memory
+    peaks is marked.
     """
     lines = [f"program: {' -> '.join(program.history)}, {len(program.graph.nodes)} nodes, {_collectives(program)}"]
     lines += program.needs()
@@ -121,5 +121,5 @@ def _collectives(program: Program) -> str:
 
 
 def difference(before: str, after: str, was: str, made: str) -> str:
-    """What a pass changed, as a unified diff of the two texts, and the names of the passes that they are of."""
+    """What a pass changed: a unified diff of the two texts, headed by the names of the passes that they come from."""
     return "\n".join(difflib.unified_diff(before.split("\n"), after.split("\n"), was, made, lineterm="", n=1))

@@ -4,14 +4,14 @@
     fsdp_compiled.load_bundle("step.bundle")                        or FSDP_COMPILED_BUNDLE=step.bundle, wherever else
 
 A bundle is the cache folder of that run: our traced programs and compiled pieces, Inductor's graphs, its shared
-libraries and Triton's kernels, each under the key it has there. Loading puts those that are missing into this machine's
-folder, and the keys decide what is used, as at any second start. So a bundle can save time, and cannot change what a
-program does; what its keys do not hold (the processor's instructions, paths in compiler commands) is compared before,
-and another is refused by name. Dynamo runs all the same: it alone knows what the user's code does now.
+libraries and Triton's kernels, each under its key in the cache. Loading adds those that this machine's folder lacks,
+and the keys decide what is used, as at any second start. So a bundle can save time, and cannot change what a program
+does. What its keys do not hold (the processor's instructions, paths in compiler commands) is compared before loading,
+and a bundle for another place is refused by name. Dynamo runs anyway: only Dynamo knows what the user's code does now.
 
 **A bundle is code**: it holds shared libraries and pickles, which run as you. Its checksum finds a file that was cut or
-damaged, not one that somebody made to harm. Load what you would run. (GraphTrainer's precompile in torchtitan, and
-`torch.compiler.save_cache_artifacts`, ship the like; the latter without C++ libraries, which are compiled anew.)
+damaged, not one that somebody made to harm. Load only what you would run. (GraphTrainer's precompile in torchtitan, and
+`torch.compiler.save_cache_artifacts`, ship similar files; the latter without C++ libraries, which are compiled again.)
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class BundleError(ValueError):
 
 
 def here(ranks: int) -> dict[str, Any]:
-    """What compiled code depends on, by the name that an error gives it. JSON."""
+    """What compiled code depends on, under the names that errors use. JSON."""
     index = torch.cuda.current_device() if torch.cuda.is_available() else None
     gpu = None if index is None else f"{torch.cuda.get_device_name(index)}, CUDA {torch.version.cuda}"
     found = versions()
@@ -75,7 +75,7 @@ def here(ranks: int) -> dict[str, Any]:
 
 
 def differences(made_for: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """What of a place is another, a line each. A processor with more instructions than were asked for will do."""
+    """The differences between two places, a line each. A processor with additional instructions will do."""
     found = []
     for name, value in now.items():
         given = made_for.get(name)
@@ -88,8 +88,8 @@ def differences(made_for: Mapping[str, Any], now: Mapping[str, Any]) -> list[str
 
 
 def write_bundle(folder: Path, place: Path, made_for: Mapping[str, Any], script: str = "", source: bytes = b"") -> int:
-    """Packs a cache folder into the file ``place``, whole or not at all; how many files are in it. ``made_for``: what
-    the ranks that compiled had to say of `here`."""
+    """Packs a cache folder into the file ``place``, whole or not at all; returns the number of files in it.
+    ``made_for``: the result of `here` on the ranks that compiled."""
     files = [path for path in sorted(folder.rglob("*")) if path.is_file() and _is_shipped(path.relative_to(folder))]
     packed = io.BytesIO()
     with zipfile.ZipFile(packed, "w", zipfile.ZIP_DEFLATED) as archive:
@@ -136,7 +136,7 @@ def load_bundle(path: str | os.PathLike[str], ranks: int | None = None) -> int:
 
 
 def load_named_bundle(ranks: int) -> None:
-    """Loads the bundle that the environment names, if it does; one that cannot be used is said, and compiled anew."""
+    """Loads the bundle that the environment names, if any; logs one that cannot be used, and all is compiled."""
     if path := os.environ.get(VARIABLE):
         _load_once(path, ranks)
 
@@ -166,7 +166,7 @@ def _opened(path: Path) -> zipfile.ZipFile:
 
 
 def _relative(name: str) -> Path:
-    """Where a file of a bundle goes, under the cache folder; raises ``ValueError`` for one that would leave it."""
+    """A bundled file's path, relative to the cache folder; raises ``ValueError`` if the path would leave the folder."""
     parts = PurePosixPath(name).parts
     if parts[:1] != ("files",) or len(parts) < 2 or ".." in parts or "\\" in name or "\0" in name:
         raise ValueError(f"it holds {name!r}, which is no place in a cache folder")
@@ -189,7 +189,7 @@ def _compare_script(path: str | os.PathLike[str], script: str, hashed: str) -> N
 
 
 def _put(place: Path, content: bytes) -> None:
-    """The file is there with all of its content, or as it was."""
+    """Writes the file with all of its content, or leaves it as it was."""
     with tempfile.NamedTemporaryFile(dir=place.parent, prefix=".", delete=False) as file:
         try:
             file.write(content)

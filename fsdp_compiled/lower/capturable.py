@@ -1,9 +1,9 @@
-"""Finds what in a program cannot be part of a CUDA graph, and says where, why and the cure.
+"""Finds what in a program cannot be part of a CUDA graph, and says where, why and how to avoid it.
 
-A graph holds device work with its addresses. What the host reads, decides or copies while the program runs is frozen
-or forbidden in it: numbers read back from the device, shapes that depend on values, tensors on the CPU, generators that
-live on the host, and collectives that the CPU carries out. What a graph is given and what it returns lie in memory that
-keeps its address (`Held`, `Results`): written before a launch, read after it.
+A graph holds device work with its addresses. Whatever the host reads, decides or copies while the program runs is
+frozen in the graph or forbidden: numbers read back from the device, shapes that depend on values, tensors on the CPU,
+generators on the host, and collectives that the CPU carries out. A graph's inputs and outputs lie in memory that keeps
+its address (`Held`, `Results`): inputs are written before a launch, outputs are read after it.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ ALIGN = 16
 
 
 class Held:
-    """Memory that keeps its address, laid out as one tensor of the batch; each call's is copied in.
+    """Memory that keeps its address, laid out like one tensor of the batch; each call copies its tensor into it.
 
-    What is copied is the stretch of memory that the tensor's elements lie in, so that any strides will do: gaps,
+    The copy covers the whole stretch of memory that holds the tensor's elements, so that any strides will do: gaps,
     transposed, or one element shown many times.
     """
 
@@ -43,7 +43,7 @@ class Held:
 
 
 class Results:
-    """A graph's results, laid out inside of it so that copies of all the small ones cost one launch."""
+    """A graph's results, laid out in the graph so that one launch copies all the small ones."""
 
     def __init__(self, results: Sequence[Any]) -> None:
         self.results = list(results)
@@ -60,10 +60,10 @@ class Results:
             for index, like in enumerate(self.results):
                 if index in self.places:
                     self._view(self.packed, index, like).copy_(like)
-                    self.results[index] = torch.empty_like(like, device="meta")  # the shape is all that is needed
+                    self.results[index] = torch.empty_like(like, device="meta")  # only the shape is needed
 
     def copies(self) -> list[Any]:
-        """Tensors that nobody else holds."""
+        """Copies of the results, in tensors that nobody else holds."""
         packed = self.packed.clone() if self.packed is not None else None
         found: list[Any] = []
         for index, value in enumerate(self.results):
@@ -80,7 +80,7 @@ class Results:
 
 
 aten = torch.ops.aten
-READS = (aten.is_nonzero.default, aten._assert_scalar.default)  # and whatever is tagged
+READS = (aten.is_nonzero.default, aten._assert_scalar.default)  # and all tagged operators
 INDEXING = (
     aten.index.Tensor,
     aten._unsafe_index.Tensor,
@@ -95,10 +95,10 @@ SHOWN = 3
 def obstacles(
     program: Program, device: torch.device, backends: Mapping[str, str], capturable: Collection[str]
 ) -> list[str]:
-    """Why the program cannot be captured on this device; nothing where it can.
+    """Why the program cannot be captured on this device; empty where it can.
 
-    ``backends`` gives the kind of process group along each axis, of which ``capturable`` are those whose collectives
-    may be part of a graph.
+    ``backends`` gives the kind of process group along each axis. ``capturable`` are the kinds whose collectives may be
+    part of a graph.
     """
     found = [*_inputs(program, device)]
     for axis in dict.fromkeys(str(node.args[-1]) for node in program.graph.nodes if is_collective(node)):
@@ -115,7 +115,7 @@ def obstacles(
 
 
 def sentence(found: list[str]) -> str:
-    """The first of them, and how many more there are."""
+    """The first obstacle, and how many more there are."""
     more = [f"and {len(found) - SHOWN} more"] if len(found) > SHOWN else []
     return "\n".join(f"  {line}" for line in [*found[:SHOWN], *more])
 
@@ -171,7 +171,7 @@ def _saves_random_state(node: fx.Node, _: torch.device) -> bool:
 
 
 def _unawaited(node: fx.Node, _: torch.device) -> bool:
-    """A collective that the program starts and does not wait for, all its parts counted."""
+    """A collective that the program starts but does not wait for, or not for all its parts."""
     if not is_collective(node):
         return False
     parts = [user for user in node.users if not is_wait(user)]
@@ -179,7 +179,7 @@ def _unawaited(node: fx.Node, _: torch.device) -> bool:
 
 
 def _awaits_outside(node: fx.Node, _: torch.device) -> bool:
-    """A wait for what was started before the program."""
+    """A wait for a collective that was started before the program."""
     if not is_wait(node):
         return False
     source = node.args[0]

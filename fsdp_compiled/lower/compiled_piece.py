@@ -3,11 +3,11 @@
     artifact(*inputs) -> AOTAutograd's wrappers -> CompiledFxGraph -> generated code         the first call
     generated code(inputs)                                                                  from then on
 
-The wrappers are for aliases, subclasses and autograd, none of which a piece has, and cost more than a small kernel.
-Whether they pass everything through is seen in the first call: the compiled graph, which is found among what the
-artifact's functions close over (`torch._inductor.output_code.CompiledFxGraph`, on torch 2.11 to 2.14), notes for that
-one call what it is given and gives. Nothing else of the process is touched. Where no single graph is found, or the
-wrappers do change something, they stay.
+The wrappers are for aliases, subclasses and autograd. A piece has none of these, and the wrappers cost more than a
+small kernel. The first call shows whether they pass everything through: for that one call, the compiled graph notes
+what it is given and returns. The graph is found among what the artifact's functions close over
+(`torch._inductor.output_code.CompiledFxGraph`, on torch 2.11 to 2.14). Nothing else in the process is changed. Where no
+single graph is found, or the wrappers do change something, they stay.
 """
 
 from __future__ import annotations
@@ -42,13 +42,13 @@ class CompiledPiece:
 
     @property
     def unwrapped(self) -> bool:
-        """Whether what AOTAutograd wrapped around the code was seen to pass everything through, and is left out."""
+        """Whether AOTAutograd's wrappers were seen to pass everything through, and are left out."""
         return self._call is not None and not isinstance(self._call, _Wrapped)
 
     def _first(self, inputs: list[torch.Tensor]) -> Sequence[torch.Tensor]:
         """Runs with the wrappers, and drops them from now on if they pass everything through."""
         with self._first_call:
-            if self._call is not None:  # meanwhile, in another thread
+            if self._call is not None:  # another thread did it meanwhile
                 return self._call(inputs)
             wrapped = _Wrapped(self._artifact)
             graphs = compiled_graphs(self._artifact)
@@ -75,7 +75,7 @@ class CompiledPiece:
 
 
 class _Wrapped:
-    """An artifact with the wrappers, in the form of the code within."""
+    """An artifact with its wrappers, called like the code inside."""
 
     def __init__(self, artifact: Callable[..., Any]) -> None:
         self._artifact = artifact
@@ -91,7 +91,7 @@ def _same(left: Sequence[Any], right: Sequence[Any]) -> bool:
 
 
 def compiled_graphs(artifact: Callable[..., Any]) -> list[CompiledFxGraph]:
-    """The compiled graphs that a function calls, as far as they are in what it and its like close over."""
+    """The compiled graphs that a function calls, found in its closure and in the closures of functions there."""
     found: list[CompiledFxGraph] = []
     seen: set[int] = set()
     stack: list[Any] = [artifact]
@@ -108,14 +108,14 @@ def compiled_graphs(artifact: Callable[..., Any]) -> list[CompiledFxGraph]:
 
 
 def _inside(value: Any) -> Iterator[Any]:
-    """What a callable object holds that it may call."""
+    """The objects in a callable object that it may call."""
     if isinstance(value, MethodType):
         yield from (value.__self__, value.__func__)
     elif isinstance(value, partial):
         yield from (value.func, *value.args, *value.keywords.values())
     elif isinstance(value, FunctionType):
         for cell in value.__closure__ or ():
-            with suppress(ValueError):  # one that is not filled
+            with suppress(ValueError):  # an empty cell
                 yield cell.cell_contents
     if callable(value) and not isinstance(value, type):
         yield from getattr(value, "__dict__", {}).values()

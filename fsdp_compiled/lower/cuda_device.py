@@ -1,21 +1,21 @@
-"""A GPU that captures graphs: for each `Sharded` a stream of its own, and a pool that its graphs' memory comes from.
+"""A GPU that captures graphs: each `Sharded` has a stream of its own, and a pool for its graphs' memory.
 
 This is the only file that touches CUDA graphs. Written against the sources of torch 2.11 to 2.13 (``CUDAGraph.cpp``,
-``CUDACachingAllocator.cpp``); the pool is kept alive and warmed up in the way of ``torch._inductor.cudagraph_trees``.
-What those sources do, and what follows for us:
+``CUDACachingAllocator.cpp``); the pool is kept alive and warmed up as ``torch._inductor.cudagraph_trees`` does it. What
+those sources do, and what follows here:
 
-- A pool lives while something counts as its user: each graph captured in it, and each stretch in which a thread takes
-  its memory. It may not be used again once nobody did, so an empty graph (``keeper``) is its first user.
+- A pool lives while it has a user: each graph captured in it, and each period in which a thread takes its memory. A
+  pool that has lost its last user may not be used again, so an empty graph (``keeper``) is its first user.
 - Before pull request 180395 (torch 2.11, 2.12), a capture that CUDA broke off leaves two allocators, of device and of
-  pinned memory, taking memory from the pool; only the first can be told of the end from Python, and a new capture in
-  that pool is refused. So no capture follows in a pool in which one broke.
-- A capture that broke off stays a user of its pool (until issue 190348). It is taken off when the pool is given back,
+  pinned memory, taking memory from the pool. Python can only tell the first that the capture ended, and a new capture
+  in that pool is refused. So no capture follows in a pool in which one broke.
+- A capture that broke off stays a user of its pool (until issue 190348). It is removed when the pool is given back,
   and only where the allocator shows that it is there: memory that nobody uses, and that emptying the cache leaves.
-- The generator counts as captured until some capture ends. A capture of nothing, in a pool of its own, tells it.
-- cuBLAS has a workspace for each stream, part of the graphs on it; to destroy one of these frees it (issue 193402). So
+- The generator counts as captured until some capture ends. An empty capture, in a pool of its own, resets it.
+- cuBLAS has a workspace for each stream, part of the graphs on it; destroying one of them frees it (issue 193402). So
   no two `Sharded` share a stream, a stream goes with its pool, and the workspace is made in the pool: memory that the
   pool's other graphs keep.
-- While memory is taken from a pool, the allocator does not give back what the others cache (issue 175015). So the
+- While memory is taken from a pool, the allocator does not give back what other pools cache (issue 175015). So the
   cache is emptied before a program's first call.
 """
 
@@ -36,7 +36,7 @@ import torch
 from fsdp_compiled.torch_private.modes import C
 from fsdp_compiled.torch_private.names import missing
 
-STREAMS = 32  # that torch has to give out, by turns
+STREAMS = 32  # the number of streams that torch hands out, by turns
 log = logging.getLogger("fsdp_compiled")
 
 
@@ -78,7 +78,7 @@ class CudaGraphs:
                 "it. Start without backend:... in PYTORCH_CUDA_ALLOC_CONF."
             )
         if self._place is None and self._held() >= STREAMS:
-            gc.collect()  # some may be held by what nobody can reach any more
+            gc.collect()  # objects that are no longer reachable may still hold some
             if self._held() >= STREAMS:
                 return f"{STREAMS} others hold a stream for graphs, and torch has no more. Call close() on some."
         if collectives and os.environ.get("NCCL_GRAPH_REGISTER") != "0" and _expandable():
@@ -100,7 +100,7 @@ class CudaGraphs:
                 results = run()
         except BaseException:
             with suppress(RuntimeError):  # the error above is the one to tell
-                current.wait_stream(place.stream)  # what was begun may still write
+                current.wait_stream(place.stream)  # work that has begun may still write
             raise
         current.wait_stream(place.stream)
         return results
@@ -109,7 +109,7 @@ class CudaGraphs:
         place = self._ready()
         graph = torch.cuda.CUDAGraph()
         try:
-            # The outer context puts the stream back where the inner one, on an error, leaves it.
+            # The outer context restores the stream, which the inner one does not do on an error.
             with (
                 torch.cuda.device(self.device),
                 torch.cuda.stream(torch.cuda.current_stream(self.device)),
@@ -118,7 +118,7 @@ class CudaGraphs:
                 results = run()
         except BaseException as error:
             self._recover(graph, place)
-            # What ends a broken capture complains of the end; what broke it is the error before.
+            # The end of a broken capture raises an error about the end; the error before it is what broke the capture.
             if isinstance(error, RuntimeError) and isinstance(error.__context__, RuntimeError):
                 raise error.__context__ from None
             raise
@@ -150,7 +150,7 @@ class CudaGraphs:
 
     @contextmanager
     def _taking(self, pool: Any) -> Iterator[None]:
-        """This thread's memory comes from the pool."""
+        """Inside, this thread takes its memory from the pool."""
         C._cuda_beginAllocateCurrentThreadToPool(self._index, pool)
         try:
             yield
@@ -159,10 +159,10 @@ class CudaGraphs:
             C._cuda_releasePool(self._index, pool)
 
     def _ready(self) -> CapturePool:
-        """The stream and the pool, made where there are none."""
+        """The stream and the pool, created at first use."""
         if self._place is None:
             with torch.cuda.device(self.device), warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # that the keeper is empty
+                warnings.simplefilter("ignore")  # about the empty keeper
                 torch.cuda.synchronize()
                 stream, pool, keeper = self._own_stream(), torch.cuda.graph_pool_handle(), torch.cuda.CUDAGraph()
                 stream.wait_stream(torch.cuda.current_stream())
@@ -170,7 +170,7 @@ class CudaGraphs:
                     pass
                 self._place = _streams[self._index, stream.cuda_stream] = CapturePool(stream, pool, keeper)
                 with torch.cuda.stream(stream), self._taking(pool):
-                    torch.cuda.current_blas_handle()  # which makes the workspace
+                    torch.cuda.current_blas_handle()  # this call makes the workspace
         return self._place
 
     def _held(self) -> int:
@@ -188,14 +188,14 @@ class CudaGraphs:
         """After a capture that broke off: this process can go on, and capture again, in another place."""
         graph.reset()
         _asked.append(graph)
-        with suppress(RuntimeError):  # it was told, where torch is newer or what broke was not CUDA
+        with suppress(RuntimeError):  # already told, where torch is newer or the fault was not CUDA's
             C._cuda_endAllocateToPool(self._index, place.pool)
         place.broken += 1
         self._left.append(place)
         self._place = None
         try:
             with warnings.catch_warnings(), torch.cuda.device(self.device):
-                warnings.simplefilter("ignore")  # that it is empty
+                warnings.simplefilter("ignore")  # about the empty graph
                 with (
                     torch.cuda.stream(torch.cuda.current_stream()),
                     _capturing(torch.cuda.CUDAGraph(), None, place.stream),
@@ -206,7 +206,7 @@ class CudaGraphs:
             log.error("%s Random numbers on the GPU may be refused from here on: start again.", self._lost)
 
     def _is_kept_for_nobody(self, pool: Any) -> bool:
-        """Whether memory of the pool that nobody uses outlived an emptied cache."""
+        """Whether the pool still holds unused memory after the cache was emptied."""
         return any(
             segment["device"] == self._index and not segment["active_size"]
             for segment in torch.cuda.memory_snapshot()
@@ -215,7 +215,7 @@ class CudaGraphs:
 
 
 def _capturing(graph: torch.cuda.CUDAGraph, pool: Any, stream: torch.cuda.Stream) -> torch.cuda.graph:
-    # Other threads (a loader that pins memory, NCCL's watchdog) go on with calls that a capture forbids its own.
+    # Other threads (a loader that pins memory, NCCL's watchdog) may make calls that a capture forbids its own thread.
     return torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local")
 
 
@@ -227,6 +227,6 @@ def _expandable() -> bool:
 
 
 def environment() -> str:
-    """What a report of something that went wrong here should name."""
+    """What a report of a problem here should name."""
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "no GPU"
     return f"torch {torch.__version__}, CUDA {torch.version.cuda}, {device}."

@@ -8,24 +8,24 @@
     copies of the results                                                 copies of the results
 
 Every call is a step of the training, the first ones too: they load kernels, choose algorithms and connect the ranks,
-which may not happen while a graph is captured. To capture runs nothing, so there is no state to put back.
+which may not happen during a capture. A capture runs nothing, so there is no state to put back.
 
-What a graph holds are addresses. The state's tensors, the scheduled rates and the call's number are tensors that keep
-theirs, and are written in place; the batch is copied into tensors that are held for it; results are handed out as
-copies, the small ones with one launch. torch writes the generator's seed and offset where the graph's random operators
-read them, before each launch, and advances the generator by what the graph draws; so a graph draws the numbers that
-the program would. The first launch is tried beside the program itself (`trials`).
+A graph holds addresses. The state's tensors, the scheduled rates and the call's number are tensors that keep their
+addresses, and are written in place. The batch is copied into tensors that are held for it. Results are handed out as
+copies, the small ones with one launch. Before each launch, torch writes the generator's seed and offset where the
+graph's random operators read them, and advances the generator by what the graph draws; so a graph draws the same
+numbers as the program. The first launch is compared with the program itself (`trials`).
 
-A graph belongs to the tensors that it was captured on. Called with another `State`, the program is captured anew on
-that one's tensors: their identity is asked, not their address, because whether a collective is captured must be the
-same on all ranks (so NCCL), and identity is.
+A graph belongs to the tensors that it was captured on. Called with another `State`, the program is captured again on
+that state's tensors. The test is identity, not addresses: NCCL needs all ranks to agree on whether a collective is
+captured, and identity is the same on all ranks.
 
-All graphs of a `Sharded` take their memory from one pool: what a graph works with is dead when it ends, so that
-several shapes, and `accumulate` beside `step`, need no more than the largest; and so do forward alone and
-`value_and_grad`, which run as they are, in that memory too. Once no graph is left, because each was
-refused or all were closed, the pool is given back: what runs without a graph takes its memory elsewhere.
+All graphs of a `Sharded` take their memory from one pool, since a graph needs its memory only while it runs. So several
+shapes, and `accumulate` beside `step`, need no more than the largest of them. Forward alone and `value_and_grad`, which
+run without a graph, use that memory too. When no graph is left, because each was refused or all were closed, the pool
+is given back: programs that run without a graph then take their memory elsewhere.
 
-What is done to CUDA is in `cuda_device`.
+The CUDA calls are in `cuda_device`.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ Wanted = bool | Literal["auto"]
 Everywhere = Callable[[str], list[str]]
 
 WARM = 2  # calls before the one that captures: the first compiles, the second finds everything in place
-RESTARTS = 3  # other states in a row, none of which stayed long enough to be captured on
+RESTARTS = 3  # new states in a row, none of which stayed long enough for a capture
 log = logging.getLogger("fsdp_compiled")
 
 
@@ -66,7 +66,7 @@ class Graph(Protocol):
 
 
 class Device(Protocol):
-    """What capturing asks of a device; tests put one in its place that runs on the CPU."""
+    """What a capture needs from a device; tests replace it by one that runs on the CPU."""
 
     capturable: frozenset[str]  # kinds of process groups whose collectives may be captured
 
@@ -77,20 +77,20 @@ class Device(Protocol):
         """Gives back memory that is cached and not used, before a program takes its own from the graphs' pool."""
 
     def warm(self, run: Callable[[], Any]) -> Any:
-        """Runs it as a capture would, on its stream with its memory, and for real."""
+        """Runs the function for real, on the stream and with the memory of a capture."""
 
     def capture(self, run: Callable[[], Any]) -> tuple[Any, Graph]:
-        """Runs it, doing nothing: what it would have done is the graph."""
+        """Captures the function's work as a graph, without doing the work."""
 
     def random_state(self) -> Callable[[], None]:
-        """What puts random numbers back to where they are now."""
+        """Returns a function that restores the random generator's current state."""
 
     def release(self) -> None:
         """Gives back the memory that graphs had; called when no graph is left."""
 
 
 def make_device(device: torch.device, wanted: Wanted) -> Device | None:
-    """What captures on this device; None where nothing is to be captured."""
+    """The device that captures, for this torch device; None where nothing is to be captured."""
     return CudaGraphs(device) if device.type == "cuda" and wanted is not False else None
 
 
@@ -121,7 +121,7 @@ class Replays:
         """The runner, launched as a graph from its third call on. ``everywhere`` exchanges a text among the ranks."""
         replay = Replay(self, runner, inputs, label, everywhere)
         if not self._replays:
-            # Before Python ends, and before process groups do: the end of one waits for the graphs that use it.
+            # Runs before Python and the process groups end: a process group's end waits for the graphs that use it.
             known = weakref.WeakMethod(self.close)
 
             def close() -> None:
@@ -134,8 +134,8 @@ class Replays:
         return replay
 
     def beside(self, runner: Runner) -> Runner:
-        """The runner of a program that is not captured (forward alone, a gradient), in the graphs' memory while there
-        are graphs: that is free while none is launched, and elsewhere as much would be held once more."""
+        """A runner for a program that is not captured (forward alone, a gradient). While there are graphs, it uses
+        their memory, which is free while none is launched: elsewhere, the same amount would be held once more."""
 
         def run(*given: torch.Tensor) -> Sequence[torch.Tensor]:
             if self.device is None or not any(replay.captured for replay in self._replays):
@@ -157,12 +157,12 @@ class Replays:
 
 
 def _copies(results: Sequence[Any]) -> list[Any]:
-    """What the next launch does not write over."""
+    """Copies of the results, which the next launch does not overwrite."""
     return [result.clone() if isinstance(result, torch.Tensor) else result for result in results]
 
 
 class Replay:
-    """A runner that captures the one that it is given, and from then on launches what it captured."""
+    """Captures the given runner, and from then on launches the graph."""
 
     def __init__(
         self, shared: Replays, runner: Runner, inputs: Sequence[Port], label: str, everywhere: Everywhere
@@ -171,8 +171,8 @@ class Replay:
         self._shared, self._everywhere = shared, everywhere
         self._fed = [index for index, port in enumerate(inputs) if port.kind == "batch"]
         self._kept = [index for index, port in enumerate(inputs) if port.kind != "batch"]
-        self._tensors: list[torch.Tensor] | None = None  # that it was called with last, but for the batch
-        self._calls = 0  # on these
+        self._tensors: list[torch.Tensor] | None = None  # the tensors of the last call, without the batch
+        self._calls = 0  # calls with these tensors
         self._restarts = 0
         self._graph: Graph | None = None
         self._held: list[Held] = []
@@ -200,7 +200,7 @@ class Replay:
 
     def _launch(self, given: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
         assert self._graph is not None
-        if self._fed:  # one launch where all are of one dtype
+        if self._fed:  # one launch, if all have the same dtype
             torch._foreach_copy_(
                 [held.target for held in self._held],
                 [held.source(given[index]) for held, index in zip(self._held, self._fed, strict=True)],
@@ -212,8 +212,8 @@ class Replay:
         return self._results.copies()
 
     def _try(self, given: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-        """The first launch, beside the program itself; where they differ on any rank, the graph goes on all. Where one
-        cannot compare them, nobody does."""
+        """Compares the first launch with the program itself. If they differ on any rank, all ranks drop the graph. If
+        one rank cannot compare, no rank does."""
         assert self._shared.device is not None
         self._tried = True
         host = socket.gethostname()
@@ -222,7 +222,7 @@ class Replay:
         if (found := self._said(failed)) or kept is None:
             self._warn_untried(found)
             return self._launch(given)
-        # In the graphs' memory, which is free while none runs: elsewhere it would be held twice from here on.
+        # In the graphs' memory, which is free while none runs: other memory would be held in addition from here on.
         device, program = self._shared.device, lambda: self.runner(*given)
         trial = tried(lambda: device.warm(program), kept, device.random_state())
         if found := self._said(trial.failed):
@@ -247,7 +247,7 @@ class Replay:
         log.warning("%s: its graph is not compared with the program, for want of memory %s", self.label, reason)
 
     def _said(self, reason: str) -> str:
-        """What the first rank with a reason says, and which rank that is; empty where none has one. Collective."""
+        """The reason of the first rank that has one, and that rank's number; empty where none has one. Collective."""
         reasons = self._everywhere(reason)
         rank = next((rank for rank, text in enumerate(reasons) if text), None)
         return "" if rank is None else f"(rank {rank}: {reasons[rank]})"
@@ -257,7 +257,7 @@ class Replay:
         return self._graph is not None
 
     def drop(self) -> None:
-        """Back to before the first call."""
+        """Returns to the state before the first call."""
         self._release()
         self._tensors, self._calls, self._tried = None, 0, False
 
@@ -267,7 +267,7 @@ class Replay:
         self._graph, self._held, self._results = None, [], Results([])
 
     def _move(self, kept: list[torch.Tensor]) -> None:
-        """From now on on these tensors."""
+        """Runs on these tensors from now on."""
         if self._tensors is not None and not self._refused:
             self._restarts += self._graph is None
             log.info("%s: another state; a graph is captured on its tensors", self.label)

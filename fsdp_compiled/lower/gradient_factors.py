@@ -1,7 +1,7 @@
-"""What a gradient is multiplied by from reduction to update: 1 / microbatches, 1 / loss scale, 1 / rows, clipping.
+"""The factors on a gradient between reduction and update: 1 / microbatches, 1 / loss scale, 1 / rows, clipping.
 
-Passes multiply the gradient each time, and mark it ``"factor"``; fusions read the gradient as it was before, and have
-one number in place of them all.
+Each pass multiplies the gradient by its factor, and marks the node ``"factor"``. Fusions read the gradient before these
+multiplications, and use one number instead of all factors.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Factor = tuple[fx.Node, bool]  # a 0-d tensor, and whether the gradient is divid
 
 
 def unscaled(gradient: fx.Node) -> tuple[fx.Node, tuple[Factor, ...]]:
-    """The gradient before it was multiplied, and by what it was, in that order."""
+    """The gradient before its factors, and the factors, in the order of multiplication."""
     factors: list[Factor] = []
     while purpose_of(gradient) == "factor":
         source, number = gradient.args[:2]
@@ -31,7 +31,7 @@ def unscaled(gradient: fx.Node) -> tuple[fx.Node, tuple[Factor, ...]]:
 
 
 def product(edit: Edit, factors: Sequence[Factor], before: fx.Node) -> fx.Node | None:
-    """One number for all of them, just before this node, or where another fusion made it; None for no factors."""
+    """The product of the factors, made just before this node, or reused from another fusion; None without factors."""
     whole: fx.Node | None = None
     for number, divides in factors:
         one = _made(edit, before, aten.reciprocal.default, number) if divides else number
@@ -42,7 +42,7 @@ def product(edit: Edit, factors: Sequence[Factor], before: fx.Node) -> fx.Node |
 
 
 def behind(node: fx.Node, factors: Sequence[Factor]) -> fx.Node:
-    """The first node after this one that no factor is made of, so that all of them can stand before it."""
+    """The first node after this one that no factor depends on, so that all factors can stand before it."""
     made_of: set[fx.Node] = set()
     stack = [number for number, _ in factors]
     while stack:

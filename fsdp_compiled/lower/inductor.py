@@ -1,7 +1,7 @@
 """Piece -> compiled function.
 
-What was compiled is kept on disk, under a key that a piece has before it is traced: Inductor's own cache finds a graph
-by what AOTAutograd made of it, which takes a warm start longer than all that comes after.
+Compiled code is kept on disk, under a key that a piece has before it is traced. Inductor's own cache looks a graph up
+by AOTAutograd's output, and making that takes longer in a warm start than all later steps.
 
 Private surfaces of Inductor are touched here, in `compiled_piece`, `isa_probes`, `translation_units` and for the cache
 folder (`disk_cache`), and nowhere else.
@@ -11,13 +11,13 @@ folder (`disk_cache`), and nowhere else.
     main     trace ......................... | pieces
     thread   trials of the processor ..|
 
-On a machine where nothing was compiled yet, that is up to four calls of the compiler, one after another, each of which
-waits for the one before: three seconds of one processor, in which the other ranks of a host wait, too. One rank of a
-host makes them; who comes to a piece meanwhile waits for them (`isa_probes.REPLACING`). What fails here fails again
-where it is needed, and is told there.
+On a machine where nothing was compiled yet, the trials are up to four calls of the compiler, one after another: three
+seconds of one processor, in which the other ranks of a host wait, too. One rank of a host makes the trials; a thread
+that needs a piece meanwhile waits for them (`isa_probes.REPLACING`). An error here is not reported: the same error
+occurs again, and is reported, where the result is needed.
 
-What a machine needs once may be done when the package is set up (`prepare_machine`, in ``make train``'s): the trials,
-and the header that all kernels include, compiled. Both stay on disk, where a first run finds them.
+What a machine needs once can be done when the package is set up (`prepare_machine`, in ``make train``'s): the trials,
+and compiling the header that all kernels include. Both stay on disk, where a first run finds them.
 """
 
 from __future__ import annotations
@@ -68,18 +68,18 @@ from fsdp_compiled.torch_private.names import there
 log = logging.getLogger("fsdp_compiled")
 COMPILED = "compiled by Inductor"
 PIECES = "pieces"  # in our part of the cache folder
-# Namespaces of operators that are PyTorch's or ours.
+# Namespaces of operators that belong to PyTorch or to this package.
 KNOWN = ("aten", "prims", "_c10d_functional", "fsdp_compiled", "fsdp_compiled_cpu")
-ITSELF = 20  # operators: as long as so many take is what a piece takes by itself, most of it its C++ compiler
+ITSELF = 20  # operators that take as long as the fixed cost of a piece, most of it its C++ compiler
 
 
 _compiled: WeakValueDictionary[str, CompiledPiece] = WeakValueDictionary()  # as long as a program uses them
 
 
 def compile_all(pieces: Mapping[str, Piece]) -> dict[str, Call]:
-    """Each piece, by its key: from this process, from Inductor's cache on disk, or compiled now, the largest first.
+    """Each compiled piece, by key: from this process, from the cache on disk, or compiled now, the largest first.
 
-    What is compiled is said before it is, at level INFO: ``compiling 7 of 12 pieces``.
+    Before compiling, logs the number at level INFO: ``compiling 7 of 12 pieces``.
     """
     if not pieces:
         return {}
@@ -102,13 +102,13 @@ def compile_all(pieces: Mapping[str, Piece]) -> dict[str, Call]:
                 )
                 made = CompiledPiece(artifact, key, source)
                 if still:
-                    _compiled[full] = made  # else a size moves, and compiling it asked about this program's sizes
+                    _compiled[full] = made  # else a size is dynamic; compiling asked about this program's sizes
             found[key] = made
     return found
 
 
 def lowered(policy: Policy) -> Policy:
-    """The policy, under the eager lowering where this PyTorch's Inductor is not one that is known."""
+    """The policy, changed to the eager lowering where this PyTorch's Inductor is of an unknown version."""
     return policy if policy.lower != "inductor" or there("Inductor") else replace(policy, lower="eager")
 
 
@@ -120,20 +120,20 @@ def chooses_products() -> bool:
 def cache_place(device: torch.device) -> tuple[str, str, str]:
     """Equal on ranks that share Inductor's cache on disk, on one host or several, and can run each other's code.
 
-    A folder says by itself which one it is, since the same path may be two folders on two hosts. Code is compiled for
-    the processor that compiles it, so hosts of other processors do not wait for each other's.
+    A folder identifies itself, since the same path may be two folders on two hosts. Code is compiled for the processor
+    that compiles it, so hosts with different processors do not wait for each other's.
 
-    Inductor writes the GPU's number into what it makes: the device guard and the stream of the generated code
-    (``torch.cuda._DeviceGuard(1)``, ``get_raw_stream(1)``), what kernels are compiled for, and the folder that Triton
-    keeps them in. So the numbers are in the pieces' keys, and ranks share code where each sees its GPU as the first:
-    under ``torchrun --virtual-local-rank``, or with one GPU each in ``CUDA_VISIBLE_DEVICES``.
+    Inductor writes the GPU's number into its results: the device guard and the stream of the generated code
+    (``torch.cuda._DeviceGuard(1)``, ``get_raw_stream(1)``), the target of kernels, and the folder that Triton keeps
+    them in. So the pieces' keys contain the number, and ranks share code where each sees its GPU as the first: under
+    ``torchrun --virtual-local-rank``, or with one GPU each in ``CUDA_VISIBLE_DEVICES``.
     """
-    folder()  # which replaces one that cannot be written
+    folder()  # replaces a folder that cannot be written
     return disk_cache.identity(Path(cache_dir())), ",".join(instructions()), str(device)
 
 
 def divide(pieces: Mapping[str, Piece], count: int) -> list[dict[str, Piece]]:
-    """The pieces dealt out to so many ranks, each to one, the largest first."""
+    """Divides the pieces among this many ranks, each piece to one rank, the largest first."""
     parts: list[dict[str, Piece]] = [{} for _ in range(count)]
     load = [0] * count
     for key in _largest_first(pieces):
@@ -148,7 +148,7 @@ def _largest_first(pieces: Mapping[str, Piece]) -> list[str]:
 
 
 def _around() -> str:
-    """What the code that is made of a piece depends on besides the piece; empty if that cannot be said."""
+    """What a piece's compiled code depends on besides the piece; empty if that cannot be determined."""
     options = repr(sorted(config.get_config_copy().items()))
     if " at 0x" in options or any(custom_backend_passes.values()):  # a function of the user's takes part
         return ""
@@ -159,7 +159,7 @@ def _around() -> str:
 def _from_cache(
     piece: Piece, key: str, compiled_now: Callable[[Piece], Callable[..., Any]]
 ) -> tuple[Callable[..., Any], str]:
-    """The piece's code from disk, or compiled and put there; and which."""
+    """The piece's code, read from disk, or compiled and written there; and where it came from."""
     place = folder()
     if place is None or not all(_is_known(node.target) for node in piece.nodes):
         return compiled_now(piece), COMPILED
@@ -196,7 +196,7 @@ def _artifact(piece: Piece) -> Callable[..., Any]:
     module = _expand(piece.graph_module(_without_host_reads))
     try:
         return compile_alone(module, examples(piece), dynamic_shapes="from_graph")
-    except Exception as error:  # whatever a pass of Inductor's that asks for a size makes of not being told
+    except Exception as error:  # any error of an Inductor pass that needs a size and gets none
         if not any(free_unbacked_symbols(value) for value in pytree.tree_leaves([n.meta["val"] for n in piece.nodes])):
             raise
         what = str(error).strip().splitlines()[0]
@@ -205,13 +205,13 @@ def _artifact(piece: Piece) -> Callable[..., Any]:
 
 
 def _that_fits(node: fx.Node) -> None:
-    """A view becomes a reshape: kernels do not always lay their results out as the fake ones say."""
+    """Turns a view into a reshape: kernels do not always lay out their results as the fake tensors say."""
     if node.target is torch.ops.aten.view.default:
         node.target = torch.ops.aten.reshape.default
 
 
 def examples(piece: Piece) -> list[Any]:
-    """Inputs like the piece's, but for their place in memory, which equal pieces do not share."""
+    """Inputs like the piece's, except for their place in memory, in which equal pieces differ."""
 
     def fresh(value: Any) -> Any:
         if not isinstance(value, torch.Tensor):
@@ -242,7 +242,7 @@ def _expand(module: fx.GraphModule) -> fx.GraphModule:
 
 @functools.cache  # once in a process
 def warm_up() -> threading.Thread | None:
-    """Starts the thread where all of this is to be done, by this rank."""
+    """Starts the thread, if this rank is the one that should do this work."""
     if not _is_new() or os.environ.get("LOCAL_RANK", "0") != "0":
         return None
     thread = threading.Thread(
@@ -253,9 +253,9 @@ def warm_up() -> threading.Thread | None:
 
 
 def prepare_machine() -> None:
-    """What is paid once a machine: the trials, and the header of all kernels, by a kernel that nobody calls.
+    """Does what a machine needs once: the trials, and the header of all kernels, by compiling an unused kernel.
 
-    Nothing is said where there is no compiler: who needs one is told.
+    Logs nothing where there is no compiler: code that needs one reports that.
     """
     with suppress(Exception), remembered(folder()), FakeTensorMode():
         graph = torch.fx.Graph()

@@ -1,19 +1,19 @@
-"""Finds once for which vector instructions the compiler here makes code, and keeps the answer on disk.
+"""Finds out once which vector instructions the compiler here makes code for, and keeps the answer on disk.
 
-Before it loads the first piece for a CPU, Inductor compiles a trial for each of the processor's extensions and starts
-a Python process that loads it: half a dozen processes for each rank, at every start. What a compiler of this version
-could do with these flags it can do the next time, on a processor of this capability: hosts may share the folder.
-An extension that another one contains, which was tried with its own flags and more, is not tried by itself; nor is AVX2
-where AVX-512 was, whose flags stand for it.
+Before it loads the first piece for a CPU, Inductor compiles a trial for each of the processor's extensions and starts a
+Python process that loads it: half a dozen processes for each rank, at every start. A trial that succeeded once with
+these flags and this compiler version succeeds again on a processor of this capability: hosts may share the folder. An
+extension is not tried if an extension that contains it was tried, with its flags and more. Nor is AVX2 tried where
+AVX-512 was, whose flags stand for AVX2's.
 
-For a library that is to be compiled, Inductor wants a header compiled before, and preprocesses the header to see
-whether it is the one of last time; it does so for libraries that are there too. `without_headers` spares these.
-Compiling the header takes 4 s and spares each library 1 s: `with_found_headers` takes one that is there and makes none.
+To compile a library, Inductor first compiles a header, and preprocesses the header to see whether it has changed. It
+does so even for libraries that exist already; `without_headers` avoids this. Compiling the header takes 4 s and saves
+each library 1 s: `with_found_headers` uses an existing compiled header and compiles none.
 
-Inductor has no place to say so: while a piece is compiled, `VecISA.check_build` is another, for the whole process. A
-thread of the user's that compiles meanwhile gets the same answers; a second one of ours waits.
+Inductor has no hook for this: while a piece is compiled, `VecISA.check_build` is replaced, for the whole process. A
+thread of the user's that compiles meanwhile gets the same answers; a second thread of ours waits.
 
-What this processor can do.
+This module also lists what this processor can do (`instructions`).
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ _good: dict[type[VecISA], bool] = {}  # whether all that was asked of an extensi
 
 @contextmanager
 def remembered(folder: Path | None) -> Iterator[None]:
-    """Inside, trials that once succeeded are taken as done; those that failed are made again. None: all are made."""
+    """Inside, trials that succeeded before are skipped; those that failed are repeated. None: all are made."""
 
     def asked(isa: VecISA, code: str) -> bool:
         assert folder is not None

@@ -3,8 +3,8 @@
 ``"eager"`` runs the graph's own code: the ATen kernels of eager PyTorch, in the program's order.
 
 ``"inductor"`` compiles the compute between the collectives in pieces (`partition`), each distinct one once
-(`inductor`): the blocks of a model share one forward and one backward piece, and equal buffers share one update, so
-that compile time does not grow with depth and the order that the passes chose is the order that runs.
+(`inductor`). The blocks of a model share one forward and one backward piece, and equal buffers share one update. So
+compile time does not grow with depth, and the program runs in the order that the passes chose.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from fsdp_compiled.torch_private.modes import C
 from fsdp_compiled.torch_private.names import there
 
 Runner = Callable[..., Sequence[torch.Tensor]]
-Boxed = Callable[[list[Any]], Sequence[torch.Tensor]]  # takes its inputs out of the list, and frees each after its use
+Boxed = Callable[[list[Any]], Sequence[torch.Tensor]]  # empties the list of inputs, and frees each after its last use
 Bind = Callable[[Callable[..., Any], bool], Callable[..., Any]]
 set_grad_enabled, Guard = torch.set_grad_enabled, contextlib.nullcontext
 if there("calls below autograd"):
@@ -37,8 +37,8 @@ if there("calls below autograd"):
 
 
 class below_autograd:
-    """Inside, no gradient is recorded, and operators go past autograd's layers of dispatch, which then only cost time:
-    a tenth of a small one. In C, since it is entered in each call."""
+    """Inside, no gradient is recorded, and operators skip autograd's layers of dispatch, which would only cost time: a
+    tenth of a small operator's. It calls C directly, since it is entered in each call."""
 
     __slots__ = ("_before", "_guard")
 
@@ -60,11 +60,11 @@ def lower(program: Program, groups: Mapping[str, str], how: str, blocks: Collect
 
 
 class Lowering:
-    """A program on its way to a callable: cut, and put together again when its pieces are compiled.
+    """A program on its way to a callable: cut into pieces, and joined again when the pieces are compiled.
 
     ``groups`` gives the name of the process group along each axis; ``how`` is ``Policy.lower``; ``blocks`` names the
-    submodules that may be alike; ``bind`` gives a random operator a generator to draw from. ``pieces``: what is
-    to be compiled, each distinct piece once, by key.
+    submodules that may be alike; ``bind`` gives a random operator a generator to draw from. ``pieces``: the pieces to
+    compile, each distinct one once, by key.
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class Lowering:
     ) -> None:
         self.graph, self._groups = program.graph, groups
         self._bind = cache(bind) if bind is not None else None
-        self._plain: dict[int, bool] = {}  # operators, by identity: whether they are called as they are
+        self._plain: dict[int, bool] = {}  # by the operator's identity: whether it is called unchanged
         self.segments = segments(self.graph, blocks) if how == "inductor" else None
         self.keys = {part: part.key() for part in self.segments or () if isinstance(part, Piece)}
         self.pieces = {key: piece for piece, key in reversed(self.keys.items())}
@@ -87,7 +87,7 @@ class Lowering:
         return self._code(compiled).run
 
     def boxed(self, compiled: Mapping[str, Call]) -> Boxed:
-        """The same as a function of one list, for inputs that nobody holds but who calls."""
+        """The same as a function of one list, for inputs that only the caller holds."""
         return self._code(compiled, boxed=True).run
 
     def _code(self, compiled: Mapping[str, Call], boxed: bool = False) -> Code:
@@ -96,8 +96,8 @@ class Lowering:
         return Code(self._calls(self.segments, compiled), boxed=boxed)
 
     def _called(self, node: fx.Node) -> tuple[Callable[..., Any], Sequence[Any]]:
-        """What a node of the program calls: a collective names a process group in the place of an axis, and what draws
-        random numbers draws them from the generator that is given."""
+        """What a node calls, with which arguments: a collective gets a process group's name in place of an axis, and a
+        random operator draws from the generator that is given."""
         target, args = as_it_says(node)
         if (plain := self._plain.get(id(target))) is None:
             plain = self._plain[id(target)] = not (is_collective(node) or may_be_random(node))
@@ -114,7 +114,7 @@ class Lowering:
         mapping = {node: result.node_copy(node) for node in self.graph.find_nodes(op="placeholder")}
 
         def value(node: fx.Node) -> fx.Node:
-            """What holds the node's value here; views that only pieces repeated are made where they are missing."""
+            """The node with this value in the result; adds missing views, which so far only pieces repeated."""
             node = origin(node, mapping)
             if node not in mapping:
                 mapping[node] = result.node_copy(node, value)
@@ -136,7 +136,7 @@ class Lowering:
         return result
 
     def text(self, compiled: Mapping[str, Call]) -> str:
-        """What runs, call by call: as it stands, or as a piece, by its key and with what compiled it."""
+        """The calls that run, one by one: as they stand, or as a piece, by its key and with what compiled it."""
         if self.segments is None:
             count = sum(node.op == "call_function" for node in self.graph.nodes)
             return f"eager: {count} calls of PyTorch's and the package's own operators, as the program has them"

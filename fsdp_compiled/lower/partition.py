@@ -1,4 +1,4 @@
-"""Cutting a program at its collectives and blocks: what is compiled, and what runs as it stands.
+"""Cuts a program at its collectives and blocks, into pieces that are compiled and nodes that run as they stand.
 
     program                                        segments
 
@@ -8,12 +8,12 @@
     other = view(slice(full))                      block' = slice(full)
     z = gelu(mm(y, t(other)))        # layers.1    z = piece_a(block', y)
 
-A *piece* is compute between two cuts, with the views that it reads repeated inside, so that it takes and returns whole
-tensors and no aliases. Cuts are where the order must be kept (collectives, waits, random operators), and where equal
-blocks and buffers begin and end, so that they make equal pieces; equal pieces have equal keys. What reads or makes no
-more than a few numbers is not worth a compilation and runs as it stands. So does an update in half precision, which
-rounds after each operator, as the optimizer does: compiled, it would round only where memory is written, and what an
-optimizer adds up over steps would drift from what it is in eager PyTorch.
+A *piece* is the compute between two cuts. The views that it reads are repeated inside, so that it takes and returns
+whole tensors and no aliases. A cut is where the order must be kept (collectives, waits, random operators), and where
+equal blocks and buffers begin and end, so that they make equal pieces; equal pieces have equal keys. Compute on no more
+than a few numbers is not worth a compilation and runs as it stands. So does an update in half precision: as it stands
+it rounds after each operator, as the optimizer does. Compiled, it would round only where memory is written, and the
+optimizer's sums over steps would drift from those of eager PyTorch.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ from fsdp_compiled.plan.units import innermost
 
 aten = torch.ops.aten
 HALF = (torch.bfloat16, torch.float16)
-EXACT = (aten.copy_.default, aten._to_copy.default, aten.clone.default, aten.zero_.default)  # or rounded once
-SHORT = 2  # operators; a piece of no more than these is not compiled
+EXACT = (aten.copy_.default, aten._to_copy.default, aten.clone.default, aten.zero_.default)  # exact, or rounded once
+SHORT = 2  # operators; a piece of this many or fewer is not compiled
 
 
 def segments(graph: fx.Graph, blocks: Collection[str] = ()) -> list[fx.Node | Piece]:
@@ -66,7 +66,7 @@ def _rounds(run: list[fx.Node]) -> bool:
 
 
 def _is_room(node: fx.Node) -> bool:
-    """Whether the node makes a flat buffer for gradients that are written where they belong (`direct_gradients`)."""
+    """Whether the node makes a flat buffer that products write gradients into (`direct_gradients`)."""
     return node.target is aten.empty.memory_format and role_of(node) == "flatten"
 
 
@@ -92,7 +92,7 @@ def _stands_alone(node: fx.Node) -> bool:
 
 
 def _whole(cutter: _Cutter) -> list[fx.Node | list[fx.Node]]:
-    """The runs, where the first and last operators of a block that a collective cut off have joined the block again.
+    """The runs, with the first and last operators of a block, which a collective cut off, joined to the block again.
 
         mm            # layers.1: needs no weight               full = gather; wait
         full = gather; wait                                     mm, ..., mm, add
@@ -142,7 +142,7 @@ class _Cutter:
         self.runs: list[fx.Node | list[fx.Node]] = []
         self.open: list[fx.Node] | None = None
         self.place: tuple[Any, ...] = ("",)  # of the open run
-        self.block = self.previous = ""  # where the program is, and where it was before that
+        self.block = self.previous = ""  # the current block, and the one before
         self.run_of: dict[fx.Node, list[fx.Node]] = {}  # the run of each node
         self.known: dict[str, str | None] = {}
         self.places: dict[fx.Node, tuple[Any, ...]] = {}
@@ -151,7 +151,7 @@ class _Cutter:
     def add(self, node: fx.Node) -> None:
         if role_of(node) == "block" or is_borrowed(node):
             return
-        if is_size(node) or _is_room(node):  # before the run that is being filled, of which it needs nothing
+        if is_size(node) or _is_room(node):  # before the open run, which it does not need
             self.runs.insert(len(self.runs) - (self.open is not None), node)
         elif node.target is getitem:
             self._follow_source(node)
@@ -171,7 +171,7 @@ class _Cutter:
         self.run_of[node] = run
 
     def _follow_source(self, node: fx.Node) -> None:
-        """One of several results stays with what made them."""
+        """Keeps one of several results with the node that made them."""
         source: fx.Node = node.args[0]  # type: ignore[assignment]
         if source in self.run_of:
             self._lay(node, self.run_of[source])
@@ -186,13 +186,13 @@ class _Cutter:
         if self.place[0] != phase:
             self.previous = self.block
         block = None if mark else self._block(node)
-        # Not back to where it came from: the operators of two neighbours alternate at the seam.
+        # Not back to the block before: the operators of two neighbours alternate where they meet.
         if block is not None and block not in (self.block, self.previous):
             self.block, self.previous = block, self.block
         return phase, self.block
 
     def _block(self, node: fx.Node) -> str | None:
-        """The block that the node is of; empty for the rest of the model; None where it may count to either."""
+        """The node's block; empty for the rest of the model; None where the node may count as either."""
         path = node.meta.get("path", "")
         if path not in self.known:
             inside = innermost([path], self.blocks)
@@ -201,7 +201,7 @@ class _Cutter:
         return self.known[path]
 
     def _mixed(self, graph: fx.Graph) -> set[str]:
-        """The buffers that lay gradients of several blocks together: apart, so that the blocks' pieces stay equal."""
+        """Buffers with gradients of several blocks; flattened apart, so that the blocks' pieces stay equal."""
         found = set()
         cats = (aten.cat.default, aten._chunk_cat.default)
         for node in (one for cat in cats for one in graph.find_nodes(op="call_function", target=cat)):
@@ -212,13 +212,13 @@ class _Cutter:
         return found
 
     def _extends_group(self, node: fx.Node) -> bool:
-        """Lays a pure operator on an optimizer group's numbers with those that ran before the buffers' updates."""
+        """Adds a pure operator on an optimizer group's numbers to the group's run before the updates of buffers."""
         mark = node.meta.get("mark")
         if not mark or mark.role != "update" or mark.buffer or mutated(node):
             return False
         sources = [origin(source) for source in node.all_input_nodes]
         for run in reversed(self.runs):
-            if isinstance(run, fx.Node) and role_of(run) in ("fetch", "return"):  # of elements, not of these numbers
+            if isinstance(run, fx.Node) and role_of(run) in ("fetch", "return"):  # copies elements, not these numbers
                 continue
             other = run[0].meta.get("mark") if isinstance(run, list) else None
             if not isinstance(run, list) or not other or other.role != "update":
@@ -232,7 +232,7 @@ class _Cutter:
 
 
 def _before_flatten(node: fx.Node) -> list[fx.Node]:
-    """The gradient behind its flat form; none behind padding."""
+    """The gradient that a part of the flat buffer was made from; none for padding."""
     while role_of(node) == "flatten" and node.all_input_nodes:
         node = node.all_input_nodes[0]
     return [] if role_of(node) == "flatten" else [node]

@@ -1,17 +1,17 @@
-"""The collectives that a rank still has to make after its run of a program broke off.
+"""The collectives that a rank still has to run after its run of a program failed.
 
     ran       gather  wait  mm  embedding: IndexError
     owed                                               gather   reduce-scatter   all-reduce of loss, norm and call
     sent                                               shard    NaN              NaN
 
-The other ranks are in this call too, and will wait in each of its collectives. So the rank that failed goes through
-those that are left, and sends its true shards where parameters are gathered, since they need nothing that was computed,
-and NaN where anything else is asked for. The last collective of a program that trains or differentiates is the one in
-which ranks compare what they run (`report`); NaN equals nothing, so that every rank stops there, before anything is
-updated, and none is a collective ahead of the others.
+The other ranks are in this call too, and will wait in each of its collectives. So the failed rank runs the remaining
+collectives. Where parameters are gathered it sends its true shards, which need nothing that was computed; anywhere else
+it sends NaN. The last collective of a program that trains or differentiates is the one in which ranks compare what they
+run (`report`). NaN equals nothing, so every rank stops there, before anything is updated, and no rank is a collective
+ahead of the others.
 
-How far the run came is read off the traceback: each node of a graph is a line of its code. Where a collective itself
-broke, nobody knows whether it started, and nothing can be finished.
+The traceback shows how far the run came: each node of a graph is a line of its code. Where a collective itself failed,
+nobody knows whether it started, and nothing can be finished.
 """
 
 from __future__ import annotations
@@ -33,27 +33,27 @@ Given = Callable[[int], torch.Tensor]  # a program's input by its place
 
 @dataclass(frozen=True)
 class Position:
-    """Where a run broke off. ``owed``: the collectives that it did not start."""
+    """Where a run failed. ``owed``: the collectives that it did not start."""
 
     owed: Sequence[fx.Node] = ()
     started: Sequence[torch.Tensor] = ()  # results of collectives that nobody has waited for
-    communicating: bool = False  # whether it broke in a collective, or in waiting for one
+    communicating: bool = False  # whether it failed in a collective, or in waiting for one
     wrote: bool = False  # whether an input, such as a shard, may have been written
 
 
 class PendingCollectives:
-    """What is left of a lowered program, wherever a run of it breaks off."""
+    """The remaining collectives of a lowered program, wherever a run of it fails."""
 
     def __init__(self, runner: Runner) -> None:
         self.code: Code = runner.__self__  # type: ignore[attr-defined]
         self._inputs = {node: place for place, node in enumerate(self.code.graph.find_nodes(op="placeholder"))}
 
     def before(self) -> Position:
-        """Of a run that did not begin."""
+        """The position of a run that did not begin."""
         return Position(owed=[node for node in self.code.nodes if is_collective(node)])
 
     def place(self, error: BaseException) -> Position | None:
-        """Where the run broke off that this error came out of; None if it is not to be seen."""
+        """Where the run that raised this error failed; None if the error does not show it."""
         found = self.code.reached(error.__traceback__)
         if found is None:
             return None
@@ -67,7 +67,7 @@ class PendingCollectives:
         )
 
     def _started(self, ran: Container[fx.Node], values: Mapping[str, Any]) -> list[torch.Tensor]:
-        """What collectives gave that nobody has waited for."""
+        """The results of collectives that nobody has waited for."""
         found = []
         for wait in filter(is_wait, self.code.nodes):
             source = wait.all_input_nodes[0]  # the collective, or one of its results
@@ -78,11 +78,11 @@ class PendingCollectives:
         return [value for value in found if isinstance(value, torch.Tensor)]
 
     def exact(self, place: Position) -> bool:
-        """Whether all that is owed can be sent as it would have been."""
+        """Whether everything that is owed can be sent with its true values."""
         return all(self._chain(source) is not None for node in place.owed for source in node.all_input_nodes)
 
     def finish(self, place: Position, given: Given) -> None:
-        """Waits for what has started, and goes through what is owed, with the others."""
+        """Waits for what has started, and runs the owed collectives with the other ranks."""
         with torch.no_grad():
             for value in place.started:
                 torch.ops._c10d_functional.wait_tensor(value)
@@ -94,8 +94,8 @@ class PendingCollectives:
                     torch.ops._c10d_functional.wait_tensor(value)
 
     def _writes(self, node: fx.Node) -> bool:
-        """Whether it writes an input, but for a room, which each run fills anew; of a compiled piece, whether it writes
-        anything."""
+        """Whether the node writes an input other than a room, which each run fills anew. For a compiled piece: whether
+        it writes anything."""
         written = role_of(node) != "store" and any(origin(one).op == "placeholder" for one in mutated(node))
         return written or node.meta.get("writes", False)
 
@@ -107,7 +107,7 @@ class PendingCollectives:
                 raise RuntimeError(f"{node.name} has a size that is known to no other rank: {list(value.shape)}.")
             fill = float("nan") if value.dtype.is_floating_point or value.dtype.is_complex else 0
             if role_of(node) == "pack":
-                fill = 0xFF  # in each byte of its scales: NaN
+                fill = 0xFF  # in each byte of its scales, which makes them NaN
             return torch.full(tuple(value.shape), fill, dtype=value.dtype, device=value.device)
         first, *rest = chain
         known: dict[fx.Node, Any] = {first: given(self._inputs[first])}
@@ -117,7 +117,7 @@ class PendingCollectives:
         return next(iter(known.values()))
 
     def _chain(self, node: fx.Node) -> list[fx.Node] | None:
-        """The nodes from a shard to this one, each made of the one before; None where it is made of anything else."""
+        """The nodes from a shard to this one, each made of the one before; None if another tensor takes part."""
         found = [node]
         while (node := found[0]) not in self._inputs:
             if role_of(node) not in ("cast", "pack", "fetch") or len(node.all_input_nodes) != 1 or mutated(node):

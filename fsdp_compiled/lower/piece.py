@@ -14,7 +14,7 @@ from torch import fx, nn
 from fsdp_compiled.ir.nodes import Bare, is_view, mutated, origin, role_of
 
 aten = torch.ops.aten
-FEW = 64  # numbers; arithmetic on no more than these is not compiled
+FEW = 64  # numbers; arithmetic on this many or fewer is not compiled
 
 
 class Piece:
@@ -62,8 +62,8 @@ class Piece:
 def is_borrowed(node: fx.Node) -> bool:
     """Whether pieces repeat the node instead of passing its value on.
 
-    Views of all kinds, but for a block's slice of a gathered buffer, which is at another place in every block; and a
-    gradient's scaling by the clip factor, which is better done where the gradient is read.
+    Pieces repeat all views, except a block's slice of a gathered buffer, which is at another place in every block. They
+    also repeat the scaling of a gradient by the clip factor, which is better done where the gradient is read.
     """
     return (is_view(node) and role_of(node) not in ("block", "part", "stored", "restored")) or (
         role_of(node) == "norm" and node.target is aten.mul.Tensor and numel(node) > FEW
@@ -71,14 +71,14 @@ def is_borrowed(node: fx.Node) -> bool:
 
 
 def is_size(node: fx.Node) -> bool:
-    """Whether the node is a number made of sizes of the batch alone, to be worked out by Python."""
+    """Whether the node is a number made only of sizes of the batch, which Python computes."""
     return isinstance(node.meta.get("val"), torch.SymInt | torch.SymBool | torch.SymFloat) and all(
         source.op == "placeholder" or is_size(source) for source in node.all_input_nodes
     )
 
 
 def _sizes_of(nodes: Iterable[fx.Node]) -> list[fx.Node]:
-    """The inputs of the program that hold the sizes which these nodes' shapes are made of, such as ``7 * rows``."""
+    """The program's inputs that hold the sizes in these nodes' shapes, such as the ``rows`` of ``7 * rows``."""
     wanted = {
         symbol
         for node in nodes
@@ -111,7 +111,7 @@ def _with_borrowed(nodes: list[fx.Node], own: Collection[fx.Node]) -> list[fx.No
 
 
 def _outside(node: fx.Node, own: Collection[fx.Node]) -> Iterator[fx.Node]:
-    """Who reads the node, itself or through views, outside of these nodes."""
+    """The nodes outside of ``own`` that read the node, directly or through views."""
     for user in node.users:
         if user.op == "call_function" and is_borrowed(user):
             yield from _outside(user, own)
@@ -120,7 +120,7 @@ def _outside(node: fx.Node, own: Collection[fx.Node]) -> Iterator[fx.Node]:
 
 
 def numel(node: fx.Node) -> int:
-    """The most elements that one result has; more than `FEW` where that is not known before the run."""
+    """The number of elements of the node's largest result; more than `FEW` where it is not known before the run."""
     value = node.meta["val"]
     sizes = [leaf.numel() for leaf in (value if isinstance(value, tuple | list) else [value]) if is_tensor(leaf)]
     return max((size if isinstance(size, int) else FEW + 1 for size in sizes), default=0)

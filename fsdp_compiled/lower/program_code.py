@@ -1,4 +1,4 @@
-"""A graph as Python: a line a node, each value let go after its last use, and equal stretches written once.
+"""A graph as Python: a line for each node, each value freed after its last use, and equal stretches written once.
 
     def part_0(taken, weight):                   # of layers.0: what it reads last is handed over in a list
      [x] = taken; taken.clear()
@@ -10,14 +10,14 @@
      taken = [add]; del add; [add_1] = part_0(taken, weight_1); del weight_1
      return [add_1]
 
-Equal `stretches` are one function, and what one hands to another is one value (`bundled`): what Python takes to
-compile hardly grows with depth.
-Collectives and waits for them stand in ``run``, which has what they brought among its values.
+Equal `stretches` share one function, and the values that one hands to another are bundled into one (`bundled`), so that
+Python's compile time hardly grows with depth. Collectives and their waits stand in ``run``, whose values include their
+results.
 
-`fx.GraphModule` writes a function too, in three times the time, and has it look operators up by their paths at each
-call.
+`fx.GraphModule` writes a function too, but takes three times as long, and its function looks operators up by their
+paths at each call.
 
-Values that go together from one kind of stretch to another, as one: a list that one makes and the other takes.
+Bundles: values that go together from one kind of stretch to another are a list that one makes and the other takes.
 
     def part_0(taken, weight):                 # of forward
      ...
@@ -25,14 +25,14 @@ Values that go together from one kind of stretch to another, as one: a list that
     def part_1(taken):                         # of backward
      [d_y, [mm, add, gelu]] = taken; taken.clear()
 
-A block keeps some twenty values for backward. To name each of them where they are passed on takes Python longer, in
-each layer, than all else that is written of it.
+A block keeps some twenty values for backward. If each were named where it is passed on, Python would take longer for
+that, in each layer, than for the rest of the layer's code.
 
-An operator is called by the Python function that PyTorch has for it, where that takes the same arguments.
-``torch.ops.aten.mm.default(x, y)`` looks at its schema in each call, ``torch.mm(x, y)`` was compiled for it: the same
-kernel, by the same dispatch, 0.3 to 5 us earlier, which is up to half of a small operator. A function has several
-operators, and takes the one that fits its arguments; so each operator is listed with the one form of arguments for
-which that is it. Others are called as they are.
+An operator is called by PyTorch's Python function for it, if that takes the same arguments.
+``torch.ops.aten.mm.default(x, y)`` looks at its schema in each call; ``torch.mm(x, y)`` was compiled for it. Both run
+the same kernel through the same dispatch, but the function saves 0.3 to 5 us, up to half of a small operator. A
+function has several operators, and chooses by its arguments. So each operator is listed with the one form of arguments
+for which the function chooses that operator. Other operators are called as they are.
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ from fsdp_compiled.torch_private.names import RELEASE
 aten = torch.ops.aten
 ALL_TO_ALL = torch.ops._c10d_functional.all_to_all_single.default
 
-# By operator, the function, and of each argument in its place whether it is a value, values, integers (or values that
-# are), one of these, a number, a flag or nothing. Those after the bar may be left out, and those after the semicolon
+# For each operator, its function and the kinds of its positional arguments: a value, values, integers (or values that
+# are), one of these, a number, a flag or nothing. Arguments after the bar may be left out; those after the semicolon
 # are given by name, if at all.
 FORMS: Mapping[Any, tuple[Callable[..., Any], str]] = {
     aten.add.Tensor: (torch.add, "value value"),
@@ -137,25 +137,25 @@ def as_it_says(node: fx.Node) -> tuple[Callable[..., Any], Sequence[Any]]:
 
 
 class Code:
-    """A graph of calls, and ``run``, its function, which takes the inputs in their order.
+    """A graph of calls, and its function ``run``, which takes the inputs in their order.
 
-    ``nodes``: the calls; ``text``: the Python.
-    ``call``: what a node calls, with which arguments. ``boxed``: the function takes one list of the inputs, which it
-    empties, so that each is let go after its last use whoever made the list.
+        ``nodes``: the calls; ``text``: the Python.
+    ``call``: what a node calls, with which arguments. ``boxed``: the function takes one list of the inputs and empties
+    it, so that each input is freed after its last use, whoever made the list.
     """
 
     def __init__(self, graph: fx.Graph, call: Call = as_it_says, boxed: bool = False) -> None:
         self.graph, self.call = graph, call
         self.nodes = [node for node in graph.nodes if node.op == "call_function"]
         self._ends = last_uses(self.nodes, graph.output_node().all_input_nodes)
-        self._known: dict[Hashable, str] = {}  # what is no literal, by identity
+        self._known: dict[Hashable, str] = {}  # objects that are no literals, by identity
         self._values: dict[str, Any] = {}  # the same, by name
         self._prefix = "_"
         names = "\n".join(["", *(node.name for node in graph.nodes)])
         while f"\n{self._prefix}" in names:
             self._prefix += "_"
         self._lines: list[str] = []
-        # By line: the place of the node, or of the first of the stretch; inside of one, from there.
+        # By line: the place of the node, or of a stretch's first node; inside a stretch's function, counted from there.
         self._places: dict[int, int] = {}
         self._write(boxed)
         self.text = "\n".join([*self._lines, ""])
@@ -174,7 +174,7 @@ class Code:
         return MethodType(self.function, self)
 
     def reached(self, traceback: TracebackType | None) -> tuple[int, Mapping[str, Any]] | None:
-        """Where a run broke off: the place in ``nodes`` of the one that was computed, their number where it returned,
+        """Where a run failed: the place in ``nodes`` of the call that was running, or their number if the run returned;
         and the values that ``run`` had, by name. None if the traceback does not come from a run."""
         found = None
         while traceback is not None:
@@ -210,7 +210,7 @@ class Code:
         self._line(f" return {self._argument(self.graph.output_node().args[0])}", len(self.nodes))
 
     def _write_part(self, name: str, part: Stretch) -> None:
-        """The function, in the names of the first of these stretches."""
+        """Writes the function of a kind of stretches, with the names of the first one."""
         taken = f"{self._prefix}taken"
         self._lines.append(f"def {name}({', '.join([taken, *(node.name for node in part.lent)])}):")
         self._lines.append(f" {_named(part.taken)} = {taken}; {taken}.clear()")
@@ -226,7 +226,7 @@ class Code:
         self._line(f" {taken} = [{own}]; {f'del {own}; ' if own else ''}{call}", part.start)
 
     def _write_line(self, node: fx.Node, at: int, place: int) -> None:
-        """A node ``at`` its place among all of them; ``place``: what is noted of the line."""
+        """Writes a node's line. ``at``: its place among all nodes; ``place``: the place that is noted for the line."""
         over = [one.name for one in (*node.all_input_nodes, node) if self._ends[one] == at]
         end = f"; del {', '.join(over)}" if over else ""
         self._line(f" {node.name} = {self._text(node)}{end}", place)
@@ -268,17 +268,17 @@ class Code:
 
 
 def _named(values: Sequence[Value]) -> str:
-    """Where bundles are made and taken apart."""
+    """The list of values as Python, with each bundle written as the list of its values."""
     return f"[{', '.join([_named(one.nodes) if isinstance(one, Bundle) else one.name for one in values])}]"
 
 
 def with_room(code: CodeType) -> CodeType:
-    """The same, in a frame after which there is room for the frames of all that it calls.
+    """The same code, with a frame that leaves room behind it for the frames of all that it calls.
 
-    CPython, from 3.11 on, takes frames from chunks of memory, each of a power of two, and gives a chunk back when its
-    first frame ends. Where a frame ends near the end of its chunk, each call from it takes a chunk from the system and
-    gives it back: 700 page faults a step of 24 layers, and a third of its processor time. A frame of a little more than
-    half a chunk leaves nearly as much; what it has more is stack, which nothing touches.
+    CPython, from 3.11 on, takes frames from chunks of memory, each a power of two in size, and frees a chunk when its
+    first frame ends. If a frame ends near the end of its chunk, each call from it takes a chunk from the system and
+    frees it again: 700 page faults a step of 24 layers, and a third of its processor time. A frame of a little more
+    than half a chunk leaves nearly half of it free; the frame's additional part is stack, which nothing touches.
     """
     own = code.co_nlocals + len(code.co_cellvars) + len(code.co_freevars)
     half = max(ROOM, 1 << (own + code.co_stacksize).bit_length())
@@ -297,8 +297,8 @@ Place = tuple[int, int]  # a stretch, or its kind, and the place among what it r
 
 
 def bundled(parts: Sequence[Stretch], prefix: str) -> list[Stretch]:
-    """The same, with bundles among what they return and take. Their names begin with ``prefix``."""
-    apart: set[fx.Node] = set()  # what is read elsewhere, too
+    """The same stretches, with bundles among what they return and take. Bundles' names begin with ``prefix``."""
+    apart: set[fx.Node] = set()  # values that are also read elsewhere
     for part in parts:
         if part.kind is not None:
             apart.update(part.lent)  # type: ignore[arg-type]
@@ -334,7 +334,7 @@ def _where(values: Sequence[Sequence[Value]], apart: Container[Value]) -> dict[V
 def _pairs(
     parts: Sequence[Stretch], makers: Mapping[Value, Place], takers: Mapping[Value, Place]
 ) -> dict[tuple[int, int], list[int]]:
-    """By two kinds, the places of what the first returns and the second takes, in all stretches of both."""
+    """For two kinds, the places of the values that the first returns and the second takes, in all stretches of both."""
 
     def links(values: Sequence[Value], others: Mapping[Value, Place]) -> list[Place | None]:
         found = [others.get(value) for value in values]
@@ -363,6 +363,6 @@ def _pairs(
 
 
 def _with(values: Sequence[Value], bundles: Mapping[int, Bundle]) -> list[Value]:
-    """The bundles, in the order of the kinds that they go to or come from, and what is in none."""
+    """The bundles, in the order of the kinds that they go to or come from, then the values that are in no bundle."""
     inside = {node for bundle in bundles.values() for node in bundle.nodes}
     return [*(bundles[kind] for kind in sorted(bundles)), *(value for value in values if value not in inside)]

@@ -8,9 +8,9 @@
     d_w = mm(t(x), d_y)                                       return gradient d_w
     return result r, gradient    d_w
 
-So the loop around it is the user's: `loss.backward()` calls the second with what the first kept. An input that backward
-reads and forward writes (a buffer) is kept as it was, and so is a view of one. Of other views, what they are of is
-kept: backward makes them again, in its pieces, where they cost nothing.
+So the user writes the loop around it: `loss.backward()` calls the second program with what the first one saved. If
+backward reads an input that forward writes (a buffer), its old value is saved, and so is a view of it. For other views,
+the viewed tensor is saved: backward makes the views again, in its pieces, where they cost nothing.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ LATE = ("gradient", "input gradient")
 
 @dataclass(frozen=True)
 class SplitProgram:
-    """``saved``: the inputs of forward, as ports, and after them what it computed, that backward reads, in order.
+    """``saved``: what backward reads, in order: inputs of forward, as ports, then values that forward computed.
 
     ``read``: the parameters that backward reads, gathered or not, by name.
     """
@@ -81,7 +81,7 @@ def cut(program: Program) -> SplitProgram:
 def _read(
     program: Program, crossing: Iterable[fx.Node], behind: set[fx.Node], inputs: dict[fx.Node, Port]
 ) -> frozenset[str]:
-    """The parameters that these values are, or that are made of them behind."""
+    """The parameters that these values hold, or that backward makes from them."""
     chains = set().union(*gathered(program.graph).values())
     found: set[str] = set()
     for node in crossing:
@@ -107,9 +107,9 @@ def _parameters(nodes: list[fx.Node], following: Callable[[fx.Node], list[fx.Nod
 
 
 def reached(captured: Program) -> dict[str, frozenset[str]]:
-    """By parameter, or input that has a gradient: the results on whose derivatives its gradient depends, by name.
+    """For each parameter, or input with a gradient: the names of the results on whose derivatives its gradient depends.
 
-    Where none of them has one, autograd leaves no gradient, which is another thing than zeros.
+    If none of these results has a derivative, autograd leaves no gradient, which differs from a gradient of zeros.
     """
     known: dict[fx.Node, frozenset[str]] = {}
     for port, node in captured.inputs.items():
@@ -122,11 +122,11 @@ def reached(captured: Program) -> dict[str, frozenset[str]]:
 
 
 def _behind(nodes: Sequence[fx.Node], inputs: dict[fx.Node, Port]) -> set[fx.Node]:
-    """The nodes that run when backward does: those of its phase, and what is made of them."""
+    """The nodes that run in backward: those of its phase, those made from them, and those made from tangents."""
     found: set[fx.Node] = set()
     for node in nodes:
         sources = node.all_input_nodes
-        if node.target is getitem:  # a part of several results goes with them
+        if node.target is getitem:  # an item stays with the node that made it
             if sources[0] in found:
                 found.add(node)
         elif node.meta["phase"] == "backward" or any(
@@ -144,8 +144,8 @@ def _part(
     saved: dict[fx.Node, Port] | None = None,
     changed: Collection[fx.Node] = (),
 ) -> Program:
-    """A program of these nodes. ``saved``: its other outputs; of inputs that it changes, and of views of them, copies
-    from before."""
+    """A program of these nodes. ``saved``: further outputs; for inputs that the program changes, and for views of them,
+    copies of the old values."""
     graph = fx.Graph()
     give_names(graph, names_of(program.graph))
     mapping = {node: input_for(graph, node) for node, _ in inputs}
@@ -169,7 +169,7 @@ def _part(
 
 
 def _without_copies(program: Program) -> Program:
-    """Without the copies of results that nobody else could change: those of new tensors that leave once."""
+    """Removes copies of results that nobody else could change: of new tensors that leave the program once."""
     edit = Edit(program)
     leaving = [node for node in edit.outputs.values() if node is not None]
     for port, node in edit.outputs.items():
@@ -188,7 +188,7 @@ def _without_copies(program: Program) -> Program:
 
 
 def _with_views_again(program: Program) -> Program:
-    """Where backward makes the views of what forward computed again."""
+    """Makes backward repeat the views of what forward computed."""
     edit = Edit(program)
     written = {base_of(origin(target)) for node in edit.graph.nodes for target in mutated(node)}
     views: set[fx.Node] = set()
@@ -203,10 +203,10 @@ def _with_views_again(program: Program) -> Program:
 
 
 def whole_gradients(backward: Program) -> Program:
-    """Backward without communication: each buffer's flat gradient leaves as it is, before it is scaled or reduced.
+    """Backward without communication: each buffer's flat gradient leaves unchanged, before scaling and reduction.
 
-    ``gradient`` outputs become ``whole gradient`` ones, ``[numel]`` in the dtype that is reduced in; buffers that no
-    result depends on have none.
+    ``gradient`` outputs become ``whole gradient`` outputs, ``[numel]`` in the dtype of the reduction; a buffer that no
+    result depends on has none.
     """
     edit = Edit(backward)
     for key, flat in flat_gradients(edit).items():
@@ -214,7 +214,7 @@ def whole_gradients(backward: Program) -> Program:
     for port in list(edit.outputs):
         if port.kind == "gradient":
             edit.remove_output(port)
-    edit.sweep()  # which leaves an all-reduction that writes its input, though nothing reads it
+    edit.sweep()  # this leaves an unused all-reduce that writes its input
     for node in list(edit.graph.nodes):
         if role_of(node) == "reduce" and not node.users:
             edit.graph.erase_node(node)
@@ -222,7 +222,7 @@ def whole_gradients(backward: Program) -> Program:
 
 
 def flat_gradients(backward: Program | Edit) -> dict[str, fx.Node]:
-    """By the buffer's key, what is reduced; of buffers that no result depends on there is nothing."""
+    """The flat gradients that are reduced, by the buffer's key; a buffer that no result depends on has none."""
     gradients = {port.name: node for port, node in backward.outputs.items() if port.kind == "gradient"}
     flats = {key: _flat(node) for key, node in gradients.items() if node is not None}
     return {key: flat for key, flat in flats.items() if flat.all_input_nodes}

@@ -1,8 +1,8 @@
 """Cuts the calls of a program into stretches, and finds which of them are alike.
 
-A *stretch* is what one block or unit computes in one phase, between collectives. Two are alike that call the same on
-values in the same places, and let go of the same: they can be one function. The first of each kind is what others are
-compared with, node by node.
+A *stretch* is what one block or unit computes in one phase, between collectives. Two stretches are alike if they make
+the same calls, on values in the same places, and free the same values: they can share one function. Each stretch is
+compared, node by node, with the first of its kind.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import fx
 
 from fsdp_compiled.ir.nodes import is_collective, is_wait, may_be_random, owner
 
-SHORT = 4  # operators; no more than these are compared with nothing
+SHORT = 4  # operators; a stretch of this many or fewer is not compared
 LITERAL = (int, bool, str, type(None))
 INT = {int}
 Call = Callable[[fx.Node], tuple[Callable[..., Any], Sequence[Any]]]
@@ -39,7 +39,7 @@ Value: TypeAlias = "fx.Node | Bundle"
 class Stretch:
     """Calls in order, with the values that they take for good, borrow and return.
 
-    ``start``: the place of the first. ``kind``: the number of those that are alike; None where there is no other.
+    ``start``: the place of the first call. ``kind``: a number that like stretches share; None where there is no other.
     """
 
     nodes: Sequence[fx.Node]
@@ -51,7 +51,7 @@ class Stretch:
 
 
 def last_uses(nodes: Sequence[fx.Node], returned: Sequence[fx.Node]) -> dict[fx.Node, int]:
-    """By value, the place of the last of the nodes that reads it: its own, where none does, and the end, where it is
+    """For each value, the place of the last node that reads it: its own place where none does, and the end where it is
     returned."""
     found: dict[fx.Node, int] = {}
     for place, node in enumerate(nodes):
@@ -63,9 +63,9 @@ def last_uses(nodes: Sequence[fx.Node], returned: Sequence[fx.Node]) -> dict[fx.
 
 
 def stretches(nodes: Sequence[fx.Node], ends: Mapping[fx.Node, int], call: Call) -> list[Stretch]:
-    """All of the nodes. ``ends``: what `last_uses` says of them; ``call``: what a node calls, with which arguments."""
+    """The stretches of all nodes. ``ends``: their `last_uses`; ``call``: what a node calls, with which arguments."""
     parts = list(_cut(nodes))
-    kinds: dict[tuple[int, ...], list[_Kind]] = {}  # by the operators of the first, by identity
+    kinds: dict[tuple[int, ...], list[_Kind]] = {}  # by the identities of the first one's operators
     starts = list(accumulate(map(len, parts), initial=0))[:-1]
     found: list[tuple[_Kind, list[fx.Node]] | None] = []
     for part, start in zip(parts, starts, strict=True):
@@ -95,7 +95,7 @@ def _cut(nodes: Sequence[fx.Node]) -> Iterator[list[fx.Node]]:
     """The nodes in order, cut where another block or phase begins, and around collectives."""
     found: list[fx.Node] = []
     before: object = None
-    known: object = None  # what the place is looked up by: the same for most nodes as for the one before
+    known: object = None  # the key of the place: most nodes have the same key as the node before
     place: object = None
     kinds: dict[int, tuple[bool, bool]] = {}  # by the operator's identity: whether it is a collective, or a wait, too
     for node in nodes:
@@ -127,15 +127,16 @@ class _Kind:
         self._calls = [self._asked(node) for node in nodes]
         self.values = self._same(nodes) or []
         self._lives = self._lives_of(self.values, start)
-        own = len(nodes)  # come first among the values; what is read follows
+        own = len(nodes)  # these come first among the values; the values read follow
         taken = [place for place, life in enumerate(self._lives) if place >= own and life < own]
         lent = [place for place, life in enumerate(self._lives) if place >= own and life == own]
         returned = [place for place, life in enumerate(self._lives) if place < own and life == own]
         self._places = taken, lent, returned
 
     def _asked(self, node: fx.Node) -> tuple[Any, list[tuple[Any, Any, bool, bool]], Mapping[str, Any], bool]:
-        """What is called, of which arguments, each with how it is compared: its kind, whether it is a literal, and
-        whether integers; and whether that is what the node says, whatever its arguments are."""
+        """What the node calls, and its arguments, each with how it is compared: its kind, whether it is a literal, and
+        whether it is integers; the keyword arguments; and whether the call is the node's own target for all
+        arguments."""
         target, args = self._call(node)
         plain = target is node.target and not (is_collective(node) or may_be_random(node))
         return target, [(one, type(one), type(one) in LITERAL, _is_ints(one)) for one in args], node.kwargs, plain
@@ -150,7 +151,7 @@ class _Kind:
         return Stretch(nodes, start, number, taken, lent, returned)
 
     def _lives_of(self, values: Sequence[fx.Node], start: int) -> list[int]:
-        """After which of its nodes the stretch lets go of each; their number, where that is later."""
+        """For each value, the node of the stretch after which it is freed; the number of nodes, where that is later."""
         ends, end = self._ends, start + len(self._nodes)
         return [at - start if (at := ends[value]) < end else end - start for value in values]
 
@@ -192,7 +193,7 @@ def _is_ints(value: Any) -> bool:
 
 
 def _alike(one: Any, other: Any, same: dict[fx.Node, fx.Node]) -> bool:
-    """Whether two arguments are written alike, where a node of the first has one that is the same to it throughout."""
+    """Whether two arguments are alike; ``same`` maps each node of the first to one node of the other throughout."""
     kind = type(one)
     if kind is not type(other):
         return False

@@ -1,16 +1,16 @@
 """Several of Inductor's C++ kernels in one translation unit.
 
-Inductor compiles each kernel by itself. Of the 0.6 s that one takes, most goes to the header, although that was
-compiled before, for 4 s. Compiled together, the first pays 1.5 s with its header, and each other one 50 ms:
+Inductor compiles each kernel by itself. A kernel takes 0.6 s, most of it for the header, although the header was
+compiled before, in 4 s. Compiled together, the first kernel takes 1.5 s with its header, and each other one 50 ms:
 
     cpp_pybinding(types, source)    a `Kernel`, which stands in the generated module until all pieces are generated
     compile_together                kernels -> units -> libraries; a kernel's function takes its `Kernel`'s place
 
-A unit holds what Inductor would compile for each kernel, with its bindings, in a namespace of its own, under a name of
-its own. Nothing else is changed: the same flags, and functions that do not see each other, so the same numbers. It is
-compiled and loaded by Inductor's own `CppPythonBindingsCodeCache`, which finds the library of a unit that it compiled
-before. Which unit holds a kernel is kept on disk (`UNITS`). A kernel of another form than expected, and all of a unit
-that cannot be compiled or loaded, go Inductor's way.
+A unit holds what Inductor would compile for each kernel, with its bindings, in a separate namespace, under a separate
+name. Nothing else changes: the flags are the same, and functions do not see each other, so the numbers are the same.
+Inductor's own `CppPythonBindingsCodeCache` compiles and loads the unit, and finds the library of a unit that it
+compiled before. Which unit holds a kernel is kept on disk (`UNITS`). Inductor itself compiles a kernel of unexpected
+form, and all kernels of a unit that cannot be compiled or loaded.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ from fsdp_compiled.lower.isa_probes import REPLACING, with_found_headers, withou
 from fsdp_compiled.torch_private.inductor import AsyncCompile, codecache
 
 UNITS = "units"  # in our part of the cache folder: by kernel, its unit and its place there; by unit, its text
-ENOUGH = 12  # kernels that take about as long as the header: fewer are no reason for another unit
+ENOUGH = 12  # kernels that take about as long as the header: fewer do not justify another unit
 HEADER = "#include <torch/csrc/inductor/cpp_prefix.h>"
 FUNCTION = re.compile(r'extern "C"\s+void\s+kernel\(')
 log = logging.getLogger("fsdp_compiled")
 
 
 class Kernel:
-    """A kernel that is still to be compiled; called all the same, it is compiled by itself."""
+    """A kernel that is still to be compiled; a call before that compiles it by itself."""
 
     def __init__(self, types: Sequence[str], source: str) -> None:
         self.types, self.source = list(types), source
@@ -71,7 +71,7 @@ class Kernel:
 
 
 def fits(source: str) -> bool:
-    """Whether a kernel is one function that can be renamed, with what stands around it as we know it."""
+    """Whether the source is one function that can be renamed, and the code around it has the known form."""
     directives = {line.strip() for line in source.splitlines() if line.lstrip().startswith("#")}
     return (
         len(FUNCTION.findall(source)) == len(re.findall(r"\bkernel\b", source)) == source.count('extern "C"') == 1
@@ -82,8 +82,8 @@ def fits(source: str) -> bool:
 
 @contextmanager
 def compile_together(folder: Path | None) -> Iterator[None]:
-    """Inside, this thread's kernels are put off; at the end, they are compiled. ``folder``: where to keep of which
-    unit they are, if anywhere."""
+    """Inside, this thread's kernels are not compiled yet; at the end, all are. ``folder``: where to keep which unit
+    holds each kernel, if anywhere."""
     thread, kernels = threading.get_ident(), list[Kernel]()
 
     def put_off(self: AsyncCompile, types: Sequence[str], source: str) -> Any:
@@ -109,12 +109,12 @@ def _compile(kernels: Sequence[Kernel], folder: Path | None) -> None:
     missing = {key: kernel for key, kernel in distinct.items() if key not in held}
     new = [unit_text(part) for part in dealt_out(missing, _cores())]
     functions: dict[str, Callable[..., Any]] = {}
-    with without_headers():  # which libraries that are there do not need
+    with without_headers():  # existing libraries do not need them
         loads = {text: _loading(text) for text in known}
     with with_found_headers(), ThreadPoolExecutor(_cores()) as pool:
         loads |= {text: _loading(text) for text in new}
         for text, loaded in zip(loads, pool.map(_tried, loads.values()), strict=True):
-            functions |= zip(keys_of(text), loaded, strict=False)  # none, where it failed
+            functions |= zip(keys_of(text), loaded, strict=False)  # no functions, if it failed
             if folder is not None and loaded and text in new:
                 _remember(text, folder / UNITS)
     if missing:
@@ -124,7 +124,7 @@ def _compile(kernels: Sequence[Kernel], folder: Path | None) -> None:
 
 
 def dealt_out(kernels: Mapping[str, Kernel], cores: int) -> list[dict[str, Kernel]]:
-    """A part for each core, but no more than it takes for `ENOUGH` kernels in each; the longest first."""
+    """Divides kernels among the cores, the longest first, into no more parts than `ENOUGH` kernels in each allow."""
     parts: list[dict[str, Kernel]] = [{} for _ in range(min(cores, -(-len(kernels) // ENOUGH)))]
     load = [0] * len(parts)
     for key in sorted(kernels, key=lambda key: -len(kernels[key].source)):
@@ -135,7 +135,7 @@ def dealt_out(kernels: Mapping[str, Kernel], cores: int) -> list[dict[str, Kerne
 
 
 def unit_text(kernels: Mapping[str, Kernel]) -> str:
-    """The unit of these kernels, which says at its top whose they are."""
+    """The source of a unit with these kernels; its first lines list their keys."""
     includes: dict[str, None] = {"#define PY_SSIZE_T_CLEAN": None}
     spaces = []
     for place, kernel in enumerate(kernels.values()):
@@ -147,12 +147,12 @@ def unit_text(kernels: Mapping[str, Kernel]) -> str:
 
 
 def keys_of(text: str) -> list[str]:
-    """Whose kernels the unit holds, by place."""
+    """The keys of the unit's kernels, by place."""
     return re.findall("^// ([0-9a-f]{64})$", text, re.MULTILINE)
 
 
 def _loading(text: str) -> Callable[[], Any]:
-    """What compiles the unit where that was not done, and loads it."""
+    """A function that loads the unit, and compiles it first if needed."""
     names = [f"kernel_{place}" for place in range(len(keys_of(text)))]
 
     class Unit(codecache.CppPythonBindingsCodeCache):
@@ -191,7 +191,7 @@ def _remember(text: str, place: Path) -> None:
 
 
 def _put_in_place(kernels: Sequence[Kernel]) -> None:
-    """Generated modules call a kernel's function itself from now on."""
+    """Makes generated modules call a kernel's function directly from now on."""
     ours = {id(kernel) for kernel in kernels if kernel.function is not None}
     for module in codecache.PyCodeCache.modules:
         for name, value in list(vars(module).items()):
@@ -200,5 +200,5 @@ def _put_in_place(kernels: Sequence[Kernel]) -> None:
 
 
 def _cores() -> int:
-    """This rank's part of the host's."""
+    """This rank's share of the host's cores."""
     return max(1, (os.cpu_count() or 1) // int(os.environ.get("LOCAL_WORLD_SIZE", 1)))

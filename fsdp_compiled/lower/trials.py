@@ -1,4 +1,4 @@
-"""Trials before anything is trusted: of a captured CUDA graph, and of the kernels that a program calls.
+"""Tries a captured CUDA graph, and the kernels that a program calls, before they are trusted.
 
 A kernel is tried on this device before the program runs (`fsdp_compiled.kernels.trial`). `Trial` compares a captured
 CUDA graph's first launch with the program itself, run from the same state, before it is trusted.
@@ -6,14 +6,14 @@ CUDA graph's first launch with the program itself, run from the same state, befo
     program, ungraphed     state, results -> checksums
     graph, launched        state, results -> checksums      on the same state, put back in between
 
-A graph holds addresses, and nothing says at capture that they are the right ones: memory that was freed meanwhile, a
-batch that is not copied in, a collective that was left out all give numbers, only other ones. The checksums of a tensor
-are its sum and the sum of its magnitudes, in float64: numbers that come from elsewhere change them, atomics that add in
-another order from run to run hardly do. What is written meanwhile is kept in host memory, once a program, as far as the
-ranks of a host have room there.
+A graph holds addresses, and nothing at capture shows that they are the right ones. Memory that was freed meanwhile, a
+batch that is not copied in, or a collective that was left out would give wrong numbers, and no error. A tensor's
+checksums are its sum and the sum of its magnitudes, in float64: wrong numbers change them, while atomics that add in
+another order from run to run hardly do. The tensors that the program writes are first copied to host memory, once a
+program, as far as the ranks of a host have room there.
 
-A trial that fails (for want of memory, most likely, since the graphs' pool is held beside it) is no reason to stop: the
-program is undone, all ranks hear of it, and the graph is launched without a comparison.
+A trial that fails (most likely for lack of memory, since the graphs' pool is held beside it) stops nothing: the program
+is undone, all ranks are told, and the graph is launched without a comparison.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ from fsdp_compiled.kernels.trial import Like, failure
 WRITTEN = ("shard", "copy", "buffer", "state", "constant", "sum", "scale", "step")  # kinds of ports a program writes
 BOUND = 1e-4  # of the sum of magnitudes; float32 sums in another order differ by 1e-6 of it, a wrong tensor by half
 SLICE = 2**20  # elements that are summed at a time
-ROOM = 0.5  # of the host memory that is free, for the copies of all ranks there
+ROOM = 0.5  # the part of free host memory that all its ranks' copies may take
 
 Checksum = tuple[float, float]
 T = TypeVar("T")
 
 
 def attempt(make: Callable[[], T]) -> tuple[T | None, str]:
-    """What it makes; or, where that fails, why, in one line."""
+    """The result of ``make``; or, if it fails, the reason in one line."""
     try:
         return make(), ""
     except (RuntimeError, MemoryError) as error:
@@ -68,8 +68,8 @@ class Snapshot:
 
 
 def snapshot(ports: Sequence[Port], given: Sequence[Any], ranks: int) -> Snapshot:
-    """What a call of a program with these inputs may write; copies of it in host memory, which so many ranks share.
-    Raises ``MemoryError`` where there is no room: Linux gives out more than there is, and ends processes later."""
+    """The tensors that a call of a program with these inputs may write, with copies in host memory, shared by ``ranks``
+    ranks. Raises ``MemoryError`` if there is no room: Linux gives out more than there is, and ends processes later."""
     found = {
         str(port): value
         for port, value in zip(ports, given, strict=True)
@@ -115,7 +115,7 @@ def of_results(results: Sequence[Any]) -> dict[str, Checksum]:
 
 
 def difference(expected: dict[str, Checksum], got: dict[str, Checksum]) -> str:
-    """The first tensor whose checksums say that it holds other numbers; empty where none does."""
+    """The first tensor whose checksums show different numbers; empty where there is none."""
     for name, wanted in expected.items():
         within = BOUND * max(abs(wanted[1]), 1e-30)
         if not all(_close(left, right, within) for left, right in zip(wanted, got[name], strict=True)):
@@ -134,9 +134,9 @@ class Trial:
     """What a launch is compared with: the program's checksums, and the way back to before it."""
 
     kept: Snapshot
-    rewind: Callable[[], None]  # puts random numbers back to where they were
+    rewind: Callable[[], None]  # restores the random generator's state
     expected: dict[str, Checksum]
-    failed: str  # why there are none
+    failed: str  # why there are no checksums
 
     def undo(self) -> None:
         self.kept.put_back()
@@ -166,7 +166,7 @@ def calls_kernels(program: Program) -> bool:
 def failures(program: Program, device: torch.device) -> dict[str, str]:
     """What is wrong with each operator of the program that has a kernel on this device, by the operator's name.
 
-    Waits for the device, so not to be called while a graph is captured. Each form of a kernel is tried once a process.
+    Waits for the device, so do not call it during a capture. Each form of a kernel is tried once a process.
     """
     found = {}
     for like in dict.fromkeys(map(_like, (node for node in program.graph.nodes if node.target in KERNELS))):

@@ -56,7 +56,7 @@ class _FirstWritten(dict[str, Any]):
 
 
 class _FirstState(defaultdict[Any, Any]):
-    """An optimizer's state, which remembers in the same way what is kept in it by name."""
+    """An optimizer's state, which remembers in the same way the entries that are kept in it by name."""
 
     def __init__(self, parameter: torch.Tensor, entries: dict[str, Any]) -> None:
         super().__init__(dict)
@@ -72,7 +72,7 @@ class _FirstState(defaultdict[Any, Any]):
 def discover(optimizer: Optimizer, options: Mapping[str, Any], dtype: torch.dtype) -> tuple[Kept, bool]:
     """What it keeps, and whether some of that starts from the parameter or the gradient, not from a constant.
 
-    Raises `Refused` where it keeps what cannot be kept in shards.
+    Raises `Refused` if it keeps something that cannot be kept in shards.
     """
     parameter = nn.Parameter(torch.tensor([[1.0, -3.0, 0.5], [2.0, -0.25, 1.5]], dtype=dtype))
     begun = fresh_of(optimizer, options, nn.Parameter(parameter.detach().clone()))
@@ -122,7 +122,7 @@ def discover(optimizer: Optimizer, options: Mapping[str, Any], dtype: torch.dtyp
 
 
 def begin_of(optimizer: Optimizer, options: Mapping[str, Any], fresh: Optimizer | None) -> dict[str, Any]:
-    """The options as they are before the first step, of an optimizer that has made some."""
+    """The options as they were before the first step, for an optimizer that has made some steps."""
     if fresh is None or not has_stepped(optimizer):
         return dict(options)
     new = fresh.param_groups[0]
@@ -170,12 +170,12 @@ def _leaf(name: str, value: Any, dtype: torch.dtype) -> StateTensor:
     if tuple(value.shape) != SHAPE:
         raise Refused(f"its state {name!r} has shape {list(value.shape)} for a parameter of shape {list(SHAPE)}")
     first = value.flatten()[0]
-    # What starts from the parameter or the gradient starts from zero here: its first step is one of its own.
+    # State that starts from the parameter or the gradient starts from zero here, and has a first step of its own.
     return StateTensor(name, False, first.item() if bool((value == first).all()) else 0.0, kind)
 
 
 def _one(name: str, value: Any, place: Location, taken: set[str]) -> StateTensor:
-    """A number, or a tensor of one, that is kept in this place."""
+    """The entry for a number, or a tensor of one number, that is kept in this place."""
     if type(value) in NUMBERS:
         return _number(name, value, place, taken)
     if not is_one(value):

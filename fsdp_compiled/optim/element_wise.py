@@ -1,10 +1,10 @@
 """Whether an update is element-wise: each element of a parameter from its own gradient and state alone.
 
-Only such an update may run on shards, which are slices of flat buffers of many parameters. That is not looked up in a
-list of names but read off the operators: they are pointwise by their tag, or known to move nothing, or work on single
-numbers. Of a traced update the graph is looked at (`check_elementwise`), of one that runs as it is every step
-(`element_wise_only`): there code may not ask for a shape either, which would decide the update of all that lies in a
-shard.
+Only such an update may run on shards, which are slices of flat buffers of many parameters. This is not looked up in a
+list of names but read off the operators: each is pointwise by its tag, is known to move nothing, or works on single
+numbers. For a traced update the graph is checked (`check_elementwise`); for one that runs as it is, every step is
+checked (`element_wise_only`). There code may not ask for a shape either, since that would decide the update of
+everything in a shard.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ _KEEP_PLACES = (
 
 
 def _is_pointwise(target: torch._ops.OpOverload) -> bool:
-    """By its tag, or that of the operator that it is the in-place form of."""
+    """Whether it is pointwise by its tag, or by that of the operator of which it is the in-place form."""
     if torch.Tag.pointwise in target.tags:
         return True
     packet, name = str(target).split(".")[1], target._overloadname
@@ -110,7 +110,7 @@ QUESTIONS = frozenset(
 
 @contextmanager
 def element_wise_only() -> Iterator[None]:
-    """Inside a step on shards, what would give an element another update than it has in its parameter is `Refused`."""
+    """Inside a step on shards, raises `Refused` for what would update an element otherwise than in its parameter."""
     with NoQuestions(), PointwiseOnly():
         yield
 
@@ -128,9 +128,9 @@ class NoQuestions(TorchFunctionMode):
 
 
 class ShardParameter(nn.Parameter):
-    """What an optimizer's code has in the place of the parameters that lie in a shard, ``[elements]``.
+    """Stands, in an optimizer's code, for the parameters that lie in a shard, ``[elements]``.
 
-    ``noted``: says whether somebody put an attribute of this name on one of them, which no shard can stand for.
+    ``noted``: says whether somebody put an attribute of this name on one of them. No shard can stand for that.
     """
 
     noted: Callable[[str], bool] = staticmethod(lambda name: False)
@@ -168,6 +168,6 @@ class PointwiseOnly(TorchDispatchMode):
 
 
 def _shapes(values: Any) -> set[tuple[int, ...]]:
-    """Of tensors that are not one number."""
+    """The shapes of those tensors that are not one number."""
     found = {tuple(leaf.shape) for leaf in pytree.tree_leaves(values) if isinstance(leaf, torch.Tensor)}
     return found - {(), (1,)}

@@ -2,8 +2,8 @@
 
     compile_sharded(model, [muon, adamw], ...)          each over parameters of its own
 
-Several are one to everyone else: their groups are one list, of the very dictionaries that schedulers of each write to;
-each keeps its class and rules. An own ``step`` of the instance, and hooks around it, are refused.
+Several are one to everyone else: their groups are one list, of the very dictionaries that schedulers of each write to.
+Each keeps its class and rules. A ``step`` of the instance's own, and hooks around it, are refused.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from torch.optim import optimizer as module
 
 from fsdp_compiled.optim.optimizer_copy import WRAPS, step_of
 
-# Their wrappers hold the user's optimizer, and add to ``step`` what happens around it, which here is the program's.
+# Their wrappers hold the user's optimizer, and add work around its ``step``; here this is work of the program.
 LIBRARIES = ("accelerate", "lightning", "lightning_fabric", "pytorch_lightning")
 
 
 class Together(Optimizer):
-    """What several optimizers hold, to be read; each is asked by itself for everything else."""
+    """Shows what several optimizers hold, for reading only; each is asked by itself for everything else."""
 
     def __init__(self, optimizers: Sequence[Optimizer]) -> None:  # not the base's, which makes groups of its own
         self.optimizers = tuple(optimizers)
@@ -41,14 +41,14 @@ class Together(Optimizer):
 
 
 def members(optimizer: Optimizer | None) -> tuple[Optimizer, ...]:
-    """The optimizers that it is."""
+    """The optimizers that it stands for."""
     if isinstance(optimizer, Together):
         return optimizer.optimizers
     return (optimizer,) if optimizer is not None else ()
 
 
 def numbered(optimizer: Optimizer) -> Iterator[tuple[Optimizer, int]]:
-    """Each of them, with the number of its first group among all."""
+    """Each of its optimizers, with the number of that one's first group among all groups."""
     first = 0
     for one in members(optimizer):
         yield one, first
@@ -56,7 +56,7 @@ def numbered(optimizer: Optimizer) -> Iterator[tuple[Optimizer, int]]:
 
 
 def together(optimizers: Iterable[Any]) -> Optimizer:
-    """These as one. Raises ``ValueError`` where that cannot be: no optimizer, or two for one parameter."""
+    """Makes these one. Raises ``ValueError`` where that cannot be: one is no optimizer, or two have one parameter."""
     found = list(optimizers)
     if not found or not all(isinstance(one, Optimizer) for one in found):
         kinds = ", ".join(type(one).__name__ for one in found)
@@ -91,7 +91,7 @@ def unwrapped(optimizer: Any) -> Any:
 
 
 def check_own_step(optimizer: Optimizer) -> None:
-    """Raises ``ValueError`` where ``optimizer.step`` is not its class's, which is what is traced."""
+    """Raises ``ValueError`` if ``optimizer.step`` is not its class's, since the class's step is what is traced."""
     if isinstance(optimizer, Together):
         for one in optimizer.optimizers:
             check_own_step(one)
@@ -126,7 +126,7 @@ def check_step_hooks(optimizer: Optimizer) -> None:
     if not any(own) and not any(every):
         return
     for kind, hooks in zip(("pre", "post"), zip(own, every, strict=True), strict=True):
-        # Our own, which counts what a loop of the user's updates, has nothing to see here either.
+        # Our own hook, which counts what a loop of the user's updates, has nothing to see here either.
         users = (one for row in hooks for one in row.values() if not _is_ours(one))
         if hook := next(users, None):
             name = getattr(hook, "__qualname__", repr(hook))

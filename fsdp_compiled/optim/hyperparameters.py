@@ -1,6 +1,6 @@
-"""The optimizer's hyperparameters: scheduled ones as tensors on the device, a change of anything else noticed.
+"""The optimizer's hyperparameters. Scheduled ones are tensors on the device; a change of any other is noticed.
 
-Reading them is part of every step, so it costs one comparison while nothing changes.
+Every step reads them, so reading costs one comparison while nothing changes.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ class Hyperparameters:
         self.values: dict[str, float] = {}
         self.digest = 0  # of the values, below 2**60
         self._optimizer, self._device = optimizer, device
-        self._fixed: list[Any] = []  # what is not scheduled
-        self._code: list[Any] = []  # of each optimizer
+        self._fixed: list[Any] = []  # values that are not scheduled
+        self._code: list[Any] = []  # for each optimizer
         self.traced()
         self._seen: list[dict[str, Any]] | None = None  # the groups at the last `write`
 
@@ -37,14 +37,14 @@ class Hyperparameters:
         """Whether groups, and the code that makes the update, are those of the last `write`."""
         try:
             same = self._seen is not None and self._groups() == self._seen
-        except Exception:  # other parameters, which are compared by value, and refuse
+        except Exception:  # other parameters: these are compared by value, which raises
             return False
         return same and self._codes() == self._code
 
     def changed(self, rules: Iterable[Rule]) -> list[str]:
-        """What changed and is not scheduled, so that rules have to be traced again, by name.
+        """The names of what changed and is not scheduled, so that rules have to be traced again.
 
-        Raises ``ValueError`` for what is state of the optimizer, which lives elsewhere.
+        Raises ``ValueError`` for a change of the optimizer's state, which lives elsewhere.
         """
         if len(self._groups()) != len(self._fixed):
             raise ValueError("A param group was added or removed after compile_sharded; do so before.")
@@ -64,7 +64,7 @@ class Hyperparameters:
         return [*found.values(), *(f"the code of {type(one).__name__}" for one, now, then in pairs if now != then)]
 
     def traced(self) -> None:
-        """Remembers that rules were made for what groups and code are now."""
+        """Remembers that the rules were made for the present groups and code."""
         self._fixed = [signature(group) for group in self._groups()]
         self._code = self._codes()
 
@@ -73,10 +73,10 @@ class Hyperparameters:
 
     def write(self, rules: Iterable[Rule]) -> None:
         """Brings the tensors up to date, without waiting for the device."""
-        self._seen = None  # where one is refused, all are written again
+        self._seen = None  # if a value is refused, all are written again
         groups = self._groups()
         for rule in rules:
-            if rule.eagerly is not None:  # what its own code reads of them is noted for the ranks to compare
+            if rule.eagerly is not None:  # the numbers that its own code reads are noted, for the ranks to compare
                 own = f"{rule.group}."
                 self.values = {key: value for key, value in self.values.items() if not key.startswith(own)}
                 self.values |= {f"{own}{name}": value for name, value in numbers_of(groups[rule.group]).items()}
@@ -100,7 +100,7 @@ class Hyperparameters:
         self._seen = list(map(dict, groups)) if all(map(_is_plain, values)) else None
 
     def overwrite(self, values: Mapping[str, float]) -> None:
-        """Another rank's values, until the next `write`."""
+        """Takes another rank's values, until the next `write`."""
         for key, value in values.items():
             if key in self.tensors:
                 self.tensors[key].fill_(value)

@@ -1,7 +1,7 @@
-"""A copy of the user's optimizer over other parameters: its class, options and attributes, and nothing that it shares.
+"""A copy of the user's optimizer over other parameters, with its class, options and attributes. It shares nothing.
 
 Updates are traced with a copy, and tried on one. Nothing that a copy does reaches the user's optimizer, its hooks or
-the model: attributes are copied, and in the copies the model's parameters are small stand-ins without a gradient.
+the model: attributes are copied, and in the copies small stand-ins without a gradient replace the parameters.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 MISSING = object()
-# Of every optimizer, or set by schedulers and by us: no part of how it updates.
+# Attributes of every optimizer, or set by schedulers and by us: they have no part in how it updates.
 OWN = ("state", "param_groups", "step", "state_dict", "load_state_dict", "add_param_group", "_opt_called",
        "_step_count", "_zero_grad_profile_name", "_warned_capturable_if_run_uncaptured")  # fmt: skip
 WRAPS = "it wraps another optimizer, and changes what that one does: pass that one itself"
@@ -30,7 +30,7 @@ class Refused(Exception):
 
 
 def meaning(error: Exception, otherwise: str) -> Refused:
-    """What it means that the optimizer's step failed in this way."""
+    """Explains what it means that the optimizer's step failed with this error."""
     text = f"{type(error).__name__}: {error}".strip(": ").splitlines()[0]
     if "closure" in text:
         return Refused("its step needs a closure that computes the loss again, and here loss and step are one program")
@@ -44,7 +44,7 @@ def meaning(error: Exception, otherwise: str) -> Refused:
 
 
 def step_of(kind: type[Optimizer]) -> Callable[..., Any]:
-    """The class's ``step`` without the wrapper that runs hooks, those of all optimizers of the process included."""
+    """The class's ``step`` without the wrapper that runs hooks, including those of all optimizers of the process."""
     step: Callable[..., Any] = kind.step
     while getattr(step, "hooked", False):
         step = step.__wrapped__  # type: ignore[attr-defined]
@@ -52,7 +52,7 @@ def step_of(kind: type[Optimizer]) -> Callable[..., Any]:
 
 
 def attributes_of(optimizer: Optimizer) -> dict[str, Any]:
-    """Its attributes but for what every optimizer has, as they are."""
+    """Its attributes as they are, without those that every optimizer has."""
     return {
         name: value for name, value in vars(optimizer).items() if name not in OWN and not name.startswith("_optimizer_")
     }
@@ -87,14 +87,14 @@ def copy_of(
 
 
 def _is_plain(value: Any) -> bool:
-    """Whether no parameter can be inside: numbers and words, by themselves or in tuples, or a table of these."""
+    """Whether no parameter can be inside: numbers and words, alone or in tuples, or a dictionary of these."""
     entries = [*value, *value.values()] if type(value) is dict else [value]
     numbers = [one for entry in entries for one in (entry if type(entry) is tuple else (entry,))]
     return {*map(type, numbers)} <= {bool, int, float, str, type(None)}
 
 
 def state_of(optimizer: Optimizer) -> Mapping[Any, Any]:
-    """Its state; nothing, where that was taken over and can no longer be read."""
+    """Its state; empty if that was taken over and can no longer be read."""
     state = optimizer.state
     return state if type(state) in (dict, defaultdict) else {}
 
@@ -116,7 +116,7 @@ def plain_options(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def fresh_of(optimizer: Optimizer, options: Mapping[str, Any], parameter: nn.Parameter) -> Optimizer | None:
-    """The class called as the user did, as far as the options tell; None where they do not."""
+    """The class called as the user did, as far as the options tell; None if they do not tell."""
     kind = type(optimizer)
     known = inspect.signature(kind.__init__).parameters
     try:

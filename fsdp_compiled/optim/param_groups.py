@@ -35,7 +35,7 @@ def hyper(group: Mapping[str, Any], name: str) -> float:
 
 
 def with_hyper(group: Mapping[str, Any], name: str, value: Any) -> dict[str, Any]:
-    """The group's options, where one hyperparameter has another value."""
+    """The group's options, with another value for one hyperparameter."""
     return {**group, **({"betas": (value, *group["betas"][1:])} if name == "beta1" else {name: value})}
 
 
@@ -50,7 +50,7 @@ def numbers_of(group: Mapping[str, Any]) -> dict[str, float]:
 
 
 def with_numbers(group: Mapping[str, Any], values: Mapping[str, float]) -> dict[str, Any]:
-    """The group's options with these numbers, named as `numbers_of` names them, in the place of its own."""
+    """The group's options with these numbers in place of its own; the names are those of `numbers_of`."""
 
     def one(name: str, value: Any) -> Any:
         new = values.get(name)

@@ -1,7 +1,7 @@
 """How one kind of parameter is updated: the optimizer's own code as a graph over flat shards.
 
 A `Formula` is a whole update that one operator can do: that of `torch.optim`'s Adam, AdamW and SGD. They are recognised
-by class and options, not by their code: a subclass, which may do anything, is traced like any other optimizer. See
+by class and options, not by their code. A subclass may do anything, so it is traced like any other optimizer. See
 `fsdp_compiled.kernels.update`.
 """
 
@@ -24,8 +24,8 @@ from fsdp_compiled.optim.state_containers import Form
 class Formula:
     """A call of an operator: ``operator(parameters, gradients, *lists, copies, lr, scalar, factor, scheduled)``.
 
-    ``lists`` names the state per element, in order; None is a list that is empty. ``scalar`` names the group's own
-    state, and ``scheduled`` the hyperparameter that takes the place of a number; None where there is none.
+    ``lists`` names the state per element, in order; None stands for an empty list. ``scalar`` names the group's own
+    state, and ``scheduled`` the hyperparameter that replaces a number; None where there is none.
     """
 
     operator: torch._ops.OpOverload
@@ -77,7 +77,7 @@ class StateTensor:
     """One entry of the optimizer's state: per element of the parameter, or (``scalar``) one for the whole group.
 
     ``place``: where the optimizer's code keeps it: in ``state[parameter]``, in the param group, as an attribute of the
-    optimizer, in ``state[name]``, or nowhere, because the traced rule needs it (``"ours"``).
+    optimizer, in ``state[name]``; or nowhere, if only the traced rule needs it (``"ours"``).
     """
 
     name: str
@@ -85,9 +85,9 @@ class StateTensor:
     initial: float
     dtype: torch.dtype | None  # None: the parameter's
     place: Location = "parameter"
-    number: type[bool | int | float] | None = None  # of a Python number in the optimizer's code, not a 0-d tensor
-    container: str | None = None  # where the code keeps it in a dictionary or a list: that one's name
-    from_rate: bool = False  # whether the first step makes it of the rate, as Rprop's step sizes
+    number: type[bool | int | float] | None = None  # its type, if the code has a Python number, not a 0-d tensor
+    container: str | None = None  # the name of the dictionary or list in which the code keeps it
+    from_rate: bool = False  # whether the first step makes it from the rate, as with Rprop's step sizes
 
 
 @dataclass(frozen=True)
@@ -96,7 +96,7 @@ class Kept:
 
     state: tuple[StateTensor, ...]
     started: tuple[str, ...]  # the parameter's state that the constructor made
-    empty: tuple[str, ...] = ()  # and what holds None
+    empty: tuple[str, ...] = ()  # state that holds None
     forms: tuple[tuple[str, Form], ...] = ()  # of containers in the parameter's state, by name
     before: frozenset[tuple[str, str]] = frozenset()  # place and name of other entries that are there from the start
 
@@ -108,7 +108,7 @@ class Kept:
 
 
 class RuleInput(NamedTuple):
-    """What one placeholder of a rule's graph is; the name is that of the state or hyperparameter."""
+    """The role of one placeholder of a rule's graph. ``name``: that of the state or hyperparameter."""
 
     kind: Literal["parameter", "gradient", "state", "hyper"]
     name: str = ""
@@ -127,10 +127,10 @@ def inputs_of(state: Sequence[StateTensor], hypers: Iterable[str]) -> list[RuleI
 class Rule:
     """How the parameters of one group are updated, in one of three ways.
 
-    *Traced*: ``trace(numel, dtype, device)`` gives an ATen graph over a flat shard whose placeholders are ``inputs``,
-    in this order, of which it writes parameter and state in place. ``formula`` is the same as one operator, where there
-    is one. *As it is*, where ``eagerly`` says why there is no graph: the optimizer's own step runs after the program,
-    on this rank's shards, or (``whole``) on whole parameters, each on the rank that owns it.
+    *Traced*: ``trace(numel, dtype, device)`` gives an ATen graph over a flat shard. Its placeholders are ``inputs``, in
+    this order; it writes parameter and state in place. ``formula`` is the same as one operator, if there is one. *As it
+    is*: ``eagerly`` says why there is no graph. The optimizer's own step runs after the program, on this rank's shards,
+    or (``whole``) on whole parameters, each on the rank that owns it.
     """
 
     group: int
@@ -151,7 +151,7 @@ class Rule:
 
     @property
     def numbers(self) -> list[StateTensor]:
-        """Those that the optimizer's own code keeps for each parameter, and a group has once here."""
+        """State that the optimizer's own code keeps for each parameter, and that a group keeps once here."""
         return [entry for entry in self.state if entry.scalar and entry.place in ("parameter", "ours")]
 
     @property
@@ -161,7 +161,7 @@ class Rule:
 
     @property
     def key(self) -> str:
-        """What the group's scalar state goes by."""
+        """The name of the group's scalar state."""
         return f"group {self.group}"
 
 
@@ -171,7 +171,7 @@ def rule_for(rules: Sequence[Rule], group: int | None) -> Rule:
 
 
 def eager_rule(rules: Sequence[Rule]) -> Rule | None:
-    """The first of which there is no graph, so that its optimizer runs as it is."""
+    """The first rule without a graph; its optimizer runs as it is."""
     return next((rule for rule in rules if rule.eagerly is not None), None)
 
 

@@ -1,14 +1,14 @@
-"""A `torch.optim` optimizer -> how its groups are updated, each in one of three ways (`rule.Rule`).
+"""Makes rules from a `torch.optim` optimizer: how its groups are updated, each in one of three ways (`rule.Rule`).
 
     a class of torch.optim     -> traced into the program, over flat shards
     any other, element-wise    -> as it is, its own step on the flat shards, after the program
     what needs the whole       -> as it is, on whole parameters, each on the rank that owns it (`whole`)
 
-A rule is for a whole param group. All are tried against the optimizer itself (`ways`, `whole`), and what fails in every
-way is refused by name. In a traced update the step count and the rate are 0-d tensors, so a scheduler never causes a
-recompilation. The arithmetic on them is in float64, as Python's is: on a CPU the update of PyTorch's own optimizers is
-bit for bit the eager one. ``foreach``, ``fused`` and ``capturable`` choose between implementations of one formula, and
-are ignored on shards.
+A rule is for a whole param group. All are tried against the optimizer itself (`ways`, `whole`). A group that fails in
+every way is refused by name. In a traced update the step count and the rate are 0-d tensors, so a scheduler never
+causes a recompilation. The arithmetic on them is in float64, as Python's is, so on a CPU the update of PyTorch's own
+optimizers is bit for bit the eager one. ``foreach``, ``fused`` and ``capturable`` choose between implementations of one
+formula, and are ignored on shards.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def make_rules(optimizer: Optimizer) -> tuple[Rule, ...]:
 
 
 def _make_rules(optimizer: Optimizer) -> list[Rule]:
-    """Of one optimizer."""
+    """The rules of one optimizer."""
     rules: list[Rule] = []
     refused: dict[int, Refused] = {}
     for index, group in enumerate(optimizer.param_groups):
@@ -55,7 +55,7 @@ def _make_rules(optimizer: Optimizer) -> list[Rule]:
 
 
 def _whole_rule(optimizer: Optimizer, index: int, reason: str) -> Rule:
-    """A rule that says that the optimizer's own code runs, on whole parameters, of which each rank has some."""
+    """A rule by which the optimizer's own code runs on whole parameters, of which each rank has some."""
     group = optimizer.param_groups[index]
     kinds = {(p.dtype, p.dim()) for p in group["params"] if p.requires_grad} or {(torch.float32, 2)}
     ordered = sorted(kinds, key=str)
@@ -71,7 +71,7 @@ def _whole_rule(optimizer: Optimizer, index: int, reason: str) -> Rule:
 
 
 def _tried(optimizer: Optimizer, group: Mapping[str, Any], kind: tuple[Any, ...], check: Callable[..., bool]) -> bool:
-    """What this check of the group says, asked once; raises `Refused`."""
+    """The result of this check of the group; each check runs once. Raises `Refused`."""
     key = None if noted_by(group["params"]) else key_of(optimizer, group, {}, torch.float64)
     return bool(once((*kind, *key) if key is not None else None, lambda: check(optimizer, group)))
 
@@ -81,8 +81,8 @@ def _no_graph(*_: Any) -> fx.Graph:
 
 
 def make_rules_again(optimizer: Optimizer, before: Sequence[Rule], stepped: Collection[str]) -> tuple[Rule, ...]:
-    """The rules of an optimizer that was changed, for buffers and state that were laid out by those of ``before``;
-    ``stepped``: the keys of those that have made steps."""
+    """The rules of an optimizer that was changed, for buffers and state that the rules ``before`` laid out.
+    ``stepped``: the keys of the rules that have made steps."""
     found: list[Rule] = []
     for one, first in numbered(optimizer):
         for old in (rule for rule in before if rule.group in range(first, first + len(one.param_groups))):
@@ -152,7 +152,7 @@ def _graphs(subject: Subject) -> Callable[[int, torch.dtype, torch.device], fx.G
 
 
 def for_size(graph: fx.Graph, numel: int) -> fx.Graph:
-    """The graph, where sizes that the code wrote out (``torch.zeros(p.shape)``) are those of a flat shard."""
+    """The graph, with a flat shard's sizes for those that the code wrote out (``torch.zeros(p.shape)``)."""
 
     def flat(value: Any) -> Any:
         return [numel] if isinstance(value, list | tuple) and list(value) == list(SHAPE) else value
@@ -168,7 +168,7 @@ def for_size(graph: fx.Graph, numel: int) -> fx.Graph:
 
 
 def _current(subject: Subject, optimizer: Optimizer, group: Mapping[str, Any]) -> tuple[StateTensor, ...]:
-    """The state, its numbers as an optimizer that has made steps already brings them along."""
+    """The state's entries. Numbers have the values that an optimizer brings along if it has made steps already."""
     holders: dict[str, Mapping[str, Any]] = {"group": group, "optimizer": vars(optimizer), "state": state_of(optimizer)}
     resumed = any(entry.name == "first" for entry in subject.kept.state) and _has_begun(subject, optimizer, group)
 
@@ -182,8 +182,8 @@ def _current(subject: Subject, optimizer: Optimizer, group: Mapping[str, Any]) -
 
 
 def _has_begun(subject: Subject, optimizer: Optimizer, group: Mapping[str, Any]) -> bool:
-    """Whether a parameter of the group, or the group, has what only a first step makes; some is made by
-    constructors."""
+    """Whether a parameter of the group, or the group, has state that only a first step makes; constructors make some
+    state, too."""
     state = state_of(optimizer)
     own = [kept for parameter in group["params"] if (kept := state.get(parameter))]
     fresh = fresh_of(optimizer, subject.options, nn.Parameter(torch.ones(2, 3)))
@@ -204,10 +204,10 @@ def _has_begun(subject: Subject, optimizer: Optimizer, group: Mapping[str, Any])
 
 
 def _check_goes_on(optimizer: Optimizer, group: Mapping[str, Any], old: Rule, new: Rule) -> None:
-    """Raises ``ValueError`` where the code fails on the state that ``old`` has made, of which ``new`` has more.
+    """Raises ``ValueError`` if the code fails on the state that ``old`` has made, of which ``new`` has more.
 
-    RMSprop looks for ``grad_avg`` once ``centered`` is set, and fails, since its first step made none; SGD makes its
-    momentum where it finds none. Which it is, its own code says: it makes one step on what was kept before.
+    RMSprop looks for ``grad_avg`` once ``centered`` is set, and fails, since its first step made none. SGD makes its
+    momentum where it finds none. The code itself shows which case it is: it makes one step on what was kept before.
     """
     before = {entry.name for entry in old.state}
     more = sorted(entry.name for entry in new.state if entry.name not in before)
@@ -223,7 +223,7 @@ def _check_goes_on(optimizer: Optimizer, group: Mapping[str, Any], old: Rule, ne
 
 @torch.no_grad()
 def _step_on(optimizer: Optimizer, options: dict[str, Any], state: Sequence[StateTensor]) -> None:
-    """One step of its own code on a small parameter that has this state, some steps old."""
+    """Makes one step of the optimizer's code on a small parameter that has this state, some steps old."""
     dtype = torch.float64
     parameter = nn.Parameter(torch.ones(SHAPE, dtype=dtype))
     parameter.grad = torch.ones_like(parameter)
@@ -239,7 +239,7 @@ def _step_on(optimizer: Optimizer, options: dict[str, Any], state: Sequence[Stat
 
 
 def _later(entry: StateTensor, dtype: torch.dtype) -> Any:
-    """Not what it begins with: code that asks whether it is the first step must see that it is not."""
+    """A value other than the initial one: code that asks whether it is the first step must see that it is not."""
     if not entry.scalar:
         return torch.full(SHAPE, entry.initial, dtype=entry.dtype or dtype)
     value = entry.initial + 1

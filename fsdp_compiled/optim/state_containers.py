@@ -1,9 +1,9 @@
-"""Opens containers in an optimizer's state: what they hold has names of its own.
+"""Opens containers in an optimizer's state: each value in them gets a name of its own.
 
     state["momentum_buffer"] = {0.9: a, 0.99: b}        momentum_buffer_0_9: a, momentum_buffer_0_99: b
 
-Dictionaries, lists, tuples and deques, in one another. Containers keep their form from step to step, or the optimizer
-is not traced.
+Containers are dictionaries, lists, tuples and deques, also inside one another. If a container does not keep its form
+from step to step, the optimizer is not traced.
 """
 
 from __future__ import annotations
@@ -21,27 +21,27 @@ Form: TypeAlias = pytree.TreeSpec
 
 
 def is_container(value: Any) -> bool:
-    """Whether it is one that can be looked into, and made again."""
+    """Whether it is a container that can be looked into, and made again."""
     return type(value) in (dict, OrderedDict, defaultdict, list, tuple, deque)
 
 
 def form_of(value: Any) -> Form:
-    """Its containers, without what is in them."""
+    """The value's containers, without what is in them."""
     return pytree.tree_structure(value)
 
 
 def leaves_of(value: Any) -> list[Any]:
-    """What is in its containers, in order."""
+    """The values in its containers, in order."""
     return pytree.tree_leaves(value)
 
 
 def filled(form: Form, leaves: Sequence[Any]) -> Any:
-    """Containers of this form that hold these, in order."""
+    """Containers of this form that hold these values, in order."""
     return pytree.tree_unflatten(leaves, form)
 
 
 def named_leaves(name: str, value: Any) -> dict[str, Any]:
-    """What is in the container of this name, in order; a value that is no container, by its own name."""
+    """The values in the container of this name, in order; a value that is no container has its own name."""
     if not is_container(value):
         return {name: value}
     found: dict[str, Any] = {}

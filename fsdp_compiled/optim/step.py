@@ -32,7 +32,7 @@ WORDS = {"group": "its group entry", "optimizer": "its attribute", "state": "its
 @dataclass(frozen=True)
 class Part:
     """One group's part of a step. ``options``: as the code reads them; ``scalars``: what the group keeps once, by name;
-    ``parameters``: each with ``.grad``, and what is kept per element. ``begins``: this is the first step."""
+    ``parameters``: each with its ``.grad``, and what is kept per element. ``begins``: this is the first step."""
 
     kept: Kept
     options: Mapping[str, Any]
@@ -42,8 +42,8 @@ class Part:
 
 
 def step_on_shards(optimizer: Optimizer, parts: Sequence[Part]) -> None:
-    """The class's step on these parts, whose parameters are `ShardParameter`s; raises `Refused`, when the step is half
-    made, for code that is not element-wise."""
+    """Makes the class's step on these parts, whose parameters are `ShardParameter`s. Raises `Refused` for code that is
+    not element-wise; then the step is half made."""
     views = [(parameter, parameter.detach()) for part in parts for parameter, _ in part.parameters]
     with torch.no_grad():
         make_step(optimizer, parts, _number, element_wise_only())
@@ -54,7 +54,7 @@ def step_on_shards(optimizer: Optimizer, parts: Sequence[Part]) -> None:
 
 
 def _number(tensor: torch.Tensor, entry: StateTensor) -> bool | int | float:
-    """As the code kept it; what began as a whole number and is none any more is a float."""
+    """The number as the code kept it. One that began as a whole number and no longer is one becomes a float."""
     value = tensor.item()
     if entry.number is bool and value in (0, 1):
         return bool(value)
@@ -65,10 +65,10 @@ def make_step(
     optimizer: Optimizer, parts: Sequence[Part], number: Callable[[torch.Tensor, StateTensor], Any],
     guard: AbstractContextManager[Any] | None = None,
 ) -> None:  # fmt: skip
-    """The class's step on these parts; parameters and tensors of state are written in place.
+    """Makes the class's step on these parts; parameters and tensors of state are written in place.
 
-    ``number``: makes of a tensor the Python number that the code keeps; ``guard``: around its code. The optimizer is as
-    before afterwards.
+    ``number``: turns a tensor into the Python number that the code keeps; ``guard``: is around its code. Afterwards the
+    optimizer is as it was before.
     """
     state: Any = defaultdict(dict)
     attributes: dict[str, Any] = {}
@@ -117,7 +117,7 @@ def _value(tensor: torch.Tensor, entry: StateTensor, number: Callable[[torch.Ten
 def _of_parameter(
     part: Part, tensors: Named, number: Callable[[torch.Tensor, StateTensor], Any], copies: bool
 ) -> dict[str, Any]:
-    """``state[parameter]``. ``copies``: of what the group has once, since the first parameter's is written."""
+    """``state[parameter]``. ``copies``: whether to copy what the group has once; the first parameter's is written."""
     kept = part.kept
     found: dict[str, Any] = {} if part.begins else dict.fromkeys(kept.empty)
     for entry in kept.state:
@@ -133,7 +133,7 @@ def _of_parameter(
 
 
 def _write_back(part: Part, places: Mapping[str, Any], state: Mapping[Any, Any]) -> None:
-    """What the code keeps now, into the tensors that it came from."""
+    """Writes what the code keeps now into the tensors that it came from."""
     for entry in part.kept.state:
         if entry.place in places:
             _write(part.scalars[entry.name], places[entry.place].get(entry.name))
@@ -146,11 +146,11 @@ def _write_back(part: Part, places: Mapping[str, Any], state: Mapping[Any, Any])
         for entry in part.kept.state:
             if entry.place == "parameter" and (first or not entry.scalar):
                 _write(part.scalars[entry.name] if entry.scalar else tensors[entry.name], entries.get(entry.name))
-        first = first and parameter.grad is None  # numbers are those of a parameter that made the step
+        first = first and parameter.grad is None  # numbers are taken from a parameter that made the step
 
 
 def _opened(kept: Kept, entries: Mapping[str, Any]) -> dict[str, Any]:
-    """The parameter's state, what is in containers by its own name."""
+    """The parameter's state, in which values inside containers have names of their own."""
     found = dict(entries)
     for name, form in kept.forms:
         value = found.pop(name, None)
@@ -184,7 +184,7 @@ def _check_kept(
     attributes: tuple[Mapping[str, Any], Mapping[str, Any]],
     state: tuple[Mapping[str, Any], Mapping[Any, Any]],
 ) -> None:
-    """Refuses what the code keeps anywhere else than in the state that is known; each before the step and after."""
+    """Refuses code that keeps anything outside of the known state; each argument: before the step, and after."""
     known = {(entry.place, entry.name) for part in parts for entry in part.kept.state}
     own = {parameter for part in parts for parameter, _ in part.parameters}
     if any(not isinstance(key, str) and key not in own for key in state[1]):

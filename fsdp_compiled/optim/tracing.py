@@ -1,21 +1,22 @@
 """The step of a class of `torch.optim` -> an ATen graph that updates one flat shard in place.
 
-The code is run once on fake tensors, with its counters, rates and state as tensors of the trace, in a
-form that asks no Python number back: the plain one, or where that branches on a number that changes (RAdam, ASGD), or
-looks at what it has to begin with, the one that PyTorch keeps for CUDA graphs, ``capturable``. Operators name no sizes,
-so that a graph traced on a matrix runs on a flat shard.
+The code is run once on fake tensors. Its counters, rates and state are tensors of the trace. It runs in a form that
+asks for no Python number: the plain one; or, if that branches on a number that changes (RAdam, ASGD), or looks at what
+it has to begin with, ``capturable``, which PyTorch keeps for CUDA graphs. Operators name no sizes, so a graph traced on
+a matrix runs on a flat shard.
 
-Sets ``torch.compiler._is_compiling_flag``, which optimizers ask for that form on any device.
+Sets ``torch.compiler._is_compiling_flag``, by which optimizers take that form on any device.
 
-Python numbers of an optimizer's code, as tensors of the trace.
+Python numbers of an optimizer's code become tensors of the trace:
 
     step_t += 1                              step' = add(step, 1)
     scale = (1 - beta2 ** step_t.item()) ** 0.5      scale = pow(rsub(pow(0.999, step'), 1), 0.5)
     p.add_(update, alpha=-lr * scale)        fsdp_compiled.add_(p, update, neg(lr) * scale)
     if rho_t > 5:                            raises `Refused`
 
-A step count or a rate that is a Python number would be frozen in the trace at what it is now. Here it is a 0-d float64
-tensor, which computes as Python's floats do. Unlike a tensor, and like a number, ``+=`` makes a new one.
+A step count or a rate that is a Python number would be frozen in the trace at its present value. Here it is a 0-d
+float64 tensor, which computes as Python's floats do. ``+=`` makes a new one, as for a number, not
+as for a tensor.
 """
 
 from __future__ import annotations
@@ -53,15 +54,15 @@ CASTS = (torch.Tensor.to, torch.Tensor.float, torch.Tensor.double, torch.Tensor.
 
 
 class Numbers(TorchFunctionMode):
-    """Inside, numbers are tensors. ``fixed``: scheduled numbers other than the rate, each with what it is now."""
+    """Inside, numbers are tensors. ``fixed``: scheduled numbers other than the rate, each with its present value."""
 
     def __init__(self, fixed: Sequence[tuple[torch.Tensor, float]]) -> None:
         super().__init__()
         self._fixed = fixed
-        self._known: dict[int, torch.Tensor] = {}  # by id, and held, so that no other has it
+        self._known: dict[int, torch.Tensor] = {}  # by id; tensors are held, so that no other has the id
 
     def number(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Takes the 0-d tensor for a Python number."""
+        """Treats the 0-d tensor as a Python number."""
         self._known[id(tensor)] = tensor
         return tensor
 
@@ -74,7 +75,7 @@ class Numbers(TorchFunctionMode):
         if func is torch.Tensor.item:
             return self.number(args[0].to(torch.float64))
         if func in CASTS and self.is_number(args[0]):
-            return args[0]  # of a Python number there is no cast: rounded here, it would be rounded twice
+            return args[0]  # a Python number has no cast: rounded here, it would be rounded twice
         if func in (torch.Tensor.__bool__, torch.Tensor.is_nonzero, torch.is_nonzero):
             raise Refused("its Python code branches on numbers that change")
         if func in (torch.Tensor.__float__, torch.Tensor.__int__, torch.Tensor.__index__, torch.Tensor.tolist):
@@ -92,7 +93,7 @@ class Numbers(TorchFunctionMode):
         return result
 
     def _compared(self, base: str, args: Any) -> bool | None:
-        """A scheduled number other than the rate is compared with zero as it is now: `signature` guards that."""
+        """Compares a scheduled number other than the rate with zero, by its present value: `signature` guards that."""
         if not isinstance(args[1], torch.Tensor) and args[1] == 0:
             for tensor, value in self._fixed:
                 if args[0] is tensor:
@@ -100,7 +101,7 @@ class Numbers(TorchFunctionMode):
         return None
 
     def _scaled(self, func: Any, name: str, args: Any, kwargs: Any) -> Any:
-        """The call, in a form whose numbers may be tensors and which rounds as it does with Python numbers."""
+        """Makes the call in a form whose numbers may be tensors, and which rounds as with Python numbers."""
         base = name.rstrip("_") if not name.startswith("__") else name.strip("_")
         scale = kwargs.get("alpha", kwargs.get("value"))
         if base in ("addcdiv", "addcmul") and len(args) == 4:  # the deprecated order: self, value, tensor1, tensor2
@@ -128,7 +129,7 @@ class Numbers(TorchFunctionMode):
             return func(args[0], end, weight)
         if (base in QUOTIENTS and self.is_number(args[0]) and isinstance(args[1], torch.Tensor)
                 and not self.is_number(args[1])):  # fmt: skip
-            inverse = torch.reciprocal(args[1])  # what PyTorch computes of a Python number over a tensor
+            inverse = torch.reciprocal(args[1])  # what PyTorch computes for a Python number over a tensor
             if inverse.dtype in HALF:
                 return self._upcast(torch.mul, "mul", (inverse, args[0]), {})
             return inverse * args[0]
@@ -153,7 +154,7 @@ class Numbers(TorchFunctionMode):
         return func(*args, **kwargs)
 
     def _in_its_dtype(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        """Beside a tensor without dims, a number is rounded to its dtype first, where a 0-d tensor would widen it."""
+        """Rounds a number to the dtype of a tensor without dims beside it, which a 0-d tensor would widen."""
         single = [
             one for one in args[:2] if isinstance(one, torch.Tensor) and not one.dim() and not self.is_number(one)
         ]
@@ -171,19 +172,19 @@ class Numbers(TorchFunctionMode):
 
 
 aten = torch.ops.aten
-SHAPE = (2, 3)  # that a parameter has in the trace
+SHAPE = (2, 3)  # of the parameter in the trace
 ALIASES = (aten.detach.default, aten.alias.default, aten.view_as.default)
 
 
 @dataclass(frozen=True)
 class Subject:
-    """What is traced or run: the optimizer, of one group."""
+    """What is traced or run: the optimizer, for one group."""
 
     optimizer: Optimizer
     options: Mapping[str, Any]  # of the group
     hypers: Mapping[str, float]  # the scheduled ones, as they are now
     kept: Kept
-    capturable: bool = False  # in the form of torch.optim's for CUDA graphs
+    capturable: bool = False  # in torch.optim's form for CUDA graphs
 
 
 def trace(subject: Subject, dtype: torch.dtype, device: torch.device) -> fx.Graph:
@@ -222,11 +223,11 @@ def trace(subject: Subject, dtype: torch.dtype, device: torch.device) -> fx.Grap
 
 
 def _step(subject: Subject, made: Optimizer, given: Mapping[RuleInput, torch.Tensor], mode: Numbers) -> None:
-    """The copy's step on these tensors."""
+    """Makes the copy's step on these tensors."""
     group = dict(subject.options)
     for name in subject.hypers:
         value, own = given[RuleInput("hyper", name)], hyper_of(group, name)
-        # One that is a tensor (lr=torch.tensor(...)) is computed with in its dtype.
+        # A hyperparameter that is a tensor (lr=torch.tensor(...)) is computed with in its dtype.
         value = value.to(own.dtype) if isinstance(own, torch.Tensor) else mode.number(value)
         group = with_hyper(group, name, value)
     parameter = given[RuleInput("parameter")]
@@ -234,7 +235,7 @@ def _step(subject: Subject, made: Optimizer, given: Mapping[RuleInput, torch.Ten
     tensors = {entry.name: given[RuleInput("state", entry.name)] for entry in subject.kept.state}
     if (first := tensors.get("first")) is not None:
         for entry in subject.kept.state:
-            if entry.from_rate:  # until the first step nobody knows it
+            if entry.from_rate:  # nobody knows it until the first step
                 rate = given[RuleInput("hyper", "lr")].to(tensors[entry.name].dtype)
                 tensors[entry.name].copy_(torch.where(first != 0, rate, tensors[entry.name]))
     if (undamped := tensors.get("undamped")) is not None:  # the first step adds the gradient whole: no dampening
@@ -246,7 +247,7 @@ def _step(subject: Subject, made: Optimizer, given: Mapping[RuleInput, torch.Ten
 
 
 def _resolve_aliases(graph: fx.Graph) -> None:
-    """Every value is read by the name of the tensor that holds it: views of the whole, and results of writes, go."""
+    """Lets every value be read from the tensor that holds it: removes views of the whole, and results of writes."""
     for node in list(graph.nodes):
         if node.op != "call_function":
             continue
@@ -260,7 +261,7 @@ def _resolve_aliases(graph: fx.Graph) -> None:
 
 
 def _read_gradient_from_a_copy(graph: fx.Graph) -> None:
-    """A gradient that the code writes is copied first: it may be the sum over microbatches, or be read again."""
+    """Copies a gradient before the code writes it: it may be the sum over microbatches, or be read again."""
     gradient = graph.find_nodes(op="placeholder")[1]
     if any(gradient in mutated(node) for node in gradient.users):
         last = graph.find_nodes(op="placeholder")[-1]
@@ -271,7 +272,7 @@ def _read_gradient_from_a_copy(graph: fx.Graph) -> None:
 
 
 def _inline_constants(traced: fx.GraphModule) -> None:
-    """Numbers that the optimizer's code wrapped in 0-d tensors become operators that make them."""
+    """Replaces numbers that the optimizer's code wrapped in 0-d tensors by operators that make them."""
     for node in traced.graph.find_nodes(op="get_attr"):
         value = getattr(traced, str(node.target))
         if not isinstance(value, torch.Tensor) or value.numel() != 1:
@@ -288,7 +289,7 @@ def _inline_constants(traced: fx.GraphModule) -> None:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """What fails here is told in the refusal; PyTorch's own log of it is not wanted."""
+    """Silences PyTorch's own log of a failure, since the refusal tells of it."""
     logger = logging.getLogger("torch._subclasses.fake_tensor")
     before = logger.disabled
     logger.disabled = True
@@ -300,7 +301,7 @@ def _quiet() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _compiling(on: bool) -> Iterator[None]:
-    """Lets optimizers take their form for CUDA graphs, which they keep for compilers too, on any device."""
+    """Lets optimizers take their form for CUDA graphs on any device; they keep it for compilers too."""
     before = torch.compiler.is_compiling()
     if there("optimizers' traced form"):
         torch.compiler._is_compiling_flag = on or before

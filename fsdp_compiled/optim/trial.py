@@ -1,9 +1,9 @@
 """Compares an update over shards, traced or as it is, with what the optimizer itself does, before it is trusted.
 
-The user's class, with its options, makes some steps on small parameters of several shapes, with rates that change (also
-to zero and back) and gradients of many sizes; the update makes the same steps on all of them laid end to end, as they
-lie in a shard. Every element of every parameter and of the state, and every counter, must come out alike. Then
-counters are set far ahead on both sides, for what happens only late in training.
+The user's class, with its options, makes some steps on small parameters of several shapes. Rates change (also to zero
+and back), and gradients have many sizes. The update makes the same steps on all parameters laid end to end, as in a
+shard. Every element of every parameter and of the state, and every counter, must come out alike. Then counters are set
+far ahead on both sides, to see what happens only late in training.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from fsdp_compiled.optim.tracing import Subject
 
 SHAPES: tuple[tuple[int, ...], ...] = ((5,), (2, 3), (), (2, 1, 3, 2), (3, 4, 2))
 FACTORS = (0.0, 1.0, 0.5, 0.0, 2.0, 1.0, 0.7, 0.0, 1.3)  # of the rate, from step to step
-LATE = 3000  # what counters are moved on by
+LATE = 3000  # what is added to counters
 # Relative to how far parameters moved. In float64 rounding is nothing; a bound for each dtype besides.
 BOUNDS = {torch.float64: 1e-8, torch.float32: 1e-3, torch.bfloat16: 0.25, torch.float16: 0.05}
 
 
 class Trial:
-    """One optimizer, ready to be compared with an update that is said to do the same."""
+    """One optimizer, ready to be compared with an update that should do the same."""
 
     def __init__(
         self, subject: Subject, options: Mapping[str, Any], dtype: torch.dtype, rates: Sequence[float]
@@ -61,7 +61,7 @@ class Trial:
         return ({"lr": rate} if "lr" in self.subject.hypers else {}) | others
 
     def _run(self) -> None:
-        """The optimizer's own steps."""
+        """Makes the optimizer's own steps."""
         subject = self.subject
         parameters = [nn.Parameter(value.clone()) for value in self._begin]
         state: Any = defaultdict(dict)

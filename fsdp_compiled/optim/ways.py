@@ -1,5 +1,5 @@
-"""In which way an optimizer updates shards: each is tried against the optimizer itself, once for each class, options
-and attributes, before it is believed.
+"""Finds the way in which an optimizer updates shards. Each way is tried against the optimizer itself, once for each
+class, options and attributes, before it is believed.
 
     a class of torch.optim        traced, in its plain form or in that for CUDA graphs (`tracing`)
     any other                     as it is, its own step on the shards (`step`)
@@ -41,7 +41,7 @@ OTHERS = "its class is not one of torch.optim's"
 
 @dataclass(frozen=True)
 class Way:
-    """How a group of an optimizer is updated, as its trial found it. ``eagerly``: why it is not traced."""
+    """How an optimizer's group is updated, as its trial found. ``eagerly``: why it is not traced."""
 
     kept: Kept
     eagerly: str | None
@@ -57,7 +57,7 @@ _FOUND: dict[Any, Any] = {}  # a `Way` or a `Refused`, by class, options and att
 
 
 def once(key: Any, judge: Callable[[], Any]) -> Any:
-    """What ``judge`` says or refuses, asked once for each key; every time where that is None."""
+    """The result or refusal of ``judge``, asked once for each key; asked every time if the key is None."""
     found = _FOUND.get(key) if key is not None else None
     if found is None:
         try:
@@ -72,14 +72,14 @@ def once(key: Any, judge: Callable[[], Any]) -> Any:
 
 
 def way_of(optimizer: Optimizer, group: Mapping[str, Any], values: Mapping[str, float], dtype: torch.dtype) -> Way:
-    """For parameters of this dtype; ``values``: of the scheduled hyperparameters. Raises `Refused`."""
+    """The way for parameters of this dtype; ``values``: of the scheduled hyperparameters. Raises `Refused`."""
     noted = noted_by(group["params"])
     key = key_of(optimizer, group, values, dtype) if is_of_torch(optimizer) or not noted else None
     return once(key, lambda: _judge(optimizer, group, values, dtype, noted))  # type: ignore[no-any-return]
 
 
 def is_of_torch(optimizer: Optimizer) -> bool:
-    """Whether its update is the code of a class of `torch.optim`, of which nothing was replaced."""
+    """Whether its update is the code of a class of `torch.optim`, with nothing replaced."""
     kind = type(optimizer)
     bases = kind.__mro__[: kind.__mro__.index(Optimizer)]
     own = all(f"{base.__module__}.".startswith("torch.optim.") for base in bases)
@@ -88,19 +88,19 @@ def is_of_torch(optimizer: Optimizer) -> bool:
 
 
 def code_of(optimizer: Optimizer) -> tuple[Any, ...]:
-    """What says which code makes its update: its class, the class's step, and functions that were put on it."""
+    """What identifies the code of its update: its class, the class's step, and functions that were put on it."""
     put = [(name, value) for name, value in vars(optimizer).items() if callable(value) and name not in OWN]
     return type(optimizer), step_of(type(optimizer)), *put
 
 
 def noted_by(parameters: Iterable[torch.Tensor]) -> frozenset[str]:
-    """The attributes that somebody else than this package put on parameters."""
+    """The attributes that somebody other than this package put on parameters."""
     names = {name for parameter in parameters for name in vars(parameter)}
     return frozenset(name for name in names if not name.startswith("_sharded") and name != "_is_param")
 
 
 def key_of(optimizer: Optimizer, group: Mapping[str, Any], values: Mapping[str, float], dtype: torch.dtype) -> Any:
-    """What a trial's outcome depends on; None where that cannot be said, as of code that reads what is elsewhere."""
+    """What a trial's outcome depends on; None if that cannot be said, as for code that reads from elsewhere."""
     options = {name: value for name, value in options_of(group).items() if name not in values}
     attributes = attributes_of(optimizer)
     if not is_of_torch(optimizer) or not _is_plain((options, attributes)):
@@ -119,7 +119,7 @@ def _judge(
     optimizer: Optimizer, group: Mapping[str, Any], values: Mapping[str, float], dtype: torch.dtype,
     noted: frozenset[str],
 ) -> Way:  # fmt: skip
-    """Raises `Refused`, whatever the optimizer's code fails with."""
+    """Finds the way. Raises `Refused`, whatever the optimizer's code fails with."""
     options = plain_options(options_of(group))
     example = nn.Parameter(torch.ones(2, 3, dtype=dtype))
     options = begin_of(optimizer, options, fresh_of(optimizer, options, example))
@@ -143,11 +143,11 @@ def _ways(
     optimizer: Optimizer, options: dict[str, Any], values: Mapping[str, float], dtype: torch.dtype, reason: str,
     traced: bool,
 ) -> list[Way]:  # fmt: skip
-    """In the order that they are tried."""
+    """The ways, in the order in which they are tried."""
     kept, starts = discover(optimizer, options, dtype)
     first = StateTensor("first", True, 1.0, torch.float64, "ours")
     begins = replace(kept, state=(*kept.state, first))
-    if not traced:  # the first step makes the state, where that does not start from constants
+    if not traced:  # if the state does not start from constants, the first step makes it
         rated = _from_rate(optimizer, options, values, dtype, kept)
         return [Way(one, reason) for one in ((begins,) if starts or rated else (kept, begins))]
     if rated := _from_rate(optimizer, options, values, dtype, kept):
@@ -167,7 +167,7 @@ def _ways(
 def _from_rate(
     optimizer: Optimizer, options: dict[str, Any], values: Mapping[str, float], dtype: torch.dtype, kept: Kept
 ) -> set[str]:
-    """The entries that begin with the rate, as Rprop's steps do: with what that is at the first step."""
+    """The entries that begin with the rate of the first step, as Rprop's step sizes do."""
     other = options
     for name, value in values.items():
         other = with_hyper(other, name, value * 0.75 or 0.1)
@@ -179,7 +179,7 @@ def _tried(
     optimizer: Optimizer, options: Mapping[str, Any], values: Mapping[str, float], way: Way, dtype: torch.dtype,
     noted: frozenset[str],
 ) -> Way:  # fmt: skip
-    """The way, where it does what the optimizer does; raises `Refused`."""
+    """The way, if it does what the optimizer does; otherwise raises `Refused`."""
     subject = way.subject(optimizer, options, values)
     wide = way.eagerly is not None and dtype != torch.float64  # in which rounding is nothing
     try:
@@ -206,8 +206,8 @@ def _module(graph: fx.Graph) -> fx.GraphModule:
 
 
 def as_it_is(subject: Subject, noted: frozenset[str] = frozenset()) -> Callable[..., None]:
-    """The optimizer's own step over the inputs of a rule, as `runtime.shard_update` makes it. ``noted``: attributes
-    of parameters."""
+    """The optimizer's own step over a rule's inputs, as `runtime.shard_update` makes it. ``noted``: attributes of
+    parameters."""
     made = copy_of(subject.optimizer, [{"params": []}], {})
     inputs = inputs_of(subject.kept.state, subject.hypers)
 

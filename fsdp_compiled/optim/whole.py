@@ -4,11 +4,11 @@
     its owners, on two ranks           w     v         the same step over two
                                           b     c      and over the other two
 
-That comes to the same if it updates each parameter from its own gradient and state alone, and what it counts in groups
-and attributes does not depend on which parameters it has. It is tried here: the class makes some steps on small
-parameters of as many dims as the group's have, all together and divided among owners, of whom one has none; and no
-operator may see tensors that come from two parameters, so that what mixes them only late in training is found too. One
-that sums over parameters (D-Adaptation, Prodigy) or draws random numbers is refused.
+That gives the same if the class updates each parameter from its own gradient and state alone, and if its counters in
+groups and attributes do not depend on which parameters it has. This is tried here: the class makes some steps on small
+parameters of as many dims as the group's have, all together and divided among owners, of whom one has none. No operator
+may see tensors that come from two parameters, so that mixing late in training is found too. A class that sums over
+parameters (D-Adaptation, Prodigy) or draws random numbers is refused.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from fsdp_compiled.optim.trial import BOUNDS, FACTORS, LATE
 
 Guard: TypeAlias = Callable[[Any], AbstractContextManager[Any]]  # around a step of this side
 Calls: TypeAlias = Callable[[list[nn.Parameter]], list[list[nn.Parameter]]]
-# Which of all parameters it is given, and what is allowed; in which calls, where these are several.
+# Which of all parameters a side is given, and what is allowed; and in which calls, if there are several.
 Selection: TypeAlias = (
     tuple[Callable[[Sequence[torch.Tensor]], list[torch.Tensor]], Guard]
     | tuple[Callable[[Sequence[torch.Tensor]], list[torch.Tensor]], Guard, Calls]
@@ -58,13 +58,13 @@ SHAPES: Mapping[int, tuple[tuple[int, ...], ...]] = {
     3: ((2, 3, 2), (3, 1, 2), (2, 3, 2)),
     4: ((2, 1, 3, 2), (2, 2, 2, 2), (2, 1, 3, 2)),
 }
-STEADY = 0.8  # the part of a gradient that stays, for those who wait until parameters move in one direction
+STEADY = 0.8  # the part of a gradient that stays, for classes that wait until parameters move in one direction
 
 
 class Side:
-    """The class's own steps on these parameters. ``guard`` looks at every operator.
+    """The class's own steps on these parameters. ``guard`` checks every operator.
 
-    ``calls``: which of them each call of a step is for.
+    ``calls``: which of the parameters each call of a step is for.
     """
 
     def __init__(
@@ -97,7 +97,7 @@ class Side:
         group["params"] = self.parameters
 
     def numbers(self) -> dict[tuple[str, str], float]:
-        """What it keeps as numbers, by where."""
+        """The numbers that it keeps, by place and name."""
         return {
             (place, name): float(value)
             for place, holders in self._holders().items()
@@ -116,13 +116,13 @@ class Side:
         return {"group": self.made.param_groups, "attribute": [vars(self.made)], "state": kept}
 
     def entries(self) -> int:
-        """How much it keeps: what grows makes this grow."""
+        """How many values it keeps; growing state makes this grow."""
         kept = [self.made.param_groups[0], attributes_of(self.made)]
         return len(pytree.tree_leaves((kept, list(self.made.state.values()))))
 
 
 def is_known(kind: type[Optimizer]) -> bool:
-    """Whether the step is PyTorch's own code, which draws no numbers and talks to nobody: it need not be looked at."""
+    """Whether the step is PyTorch's own code. That draws no numbers and talks to nobody, so it need not be checked."""
     return all(f"{module}.".startswith("torch.optim.") for module in (kind.__module__, step_of(kind).__module__))
 
 
@@ -138,11 +138,11 @@ class OnItsOwn(TorchDispatchMode):
 
 
 class Apart(OnItsOwn):
-    """Inside one step of this side, besides, an operator on tensors that come from two parameters raises `Refused`."""
+    """Inside one step of this side, an operator on tensors that come from two parameters raises `Refused` as well."""
 
     def __init__(self, side: Side) -> None:
         super().__init__()
-        self._from: dict[int, int] = {}  # by storage: the place of the parameter
+        self._from: dict[int, int] = {}  # by storage: the place of the parameter that it comes from
         self._alive: list[torch.Tensor] = []  # or another storage could have the same address
         for place, parameter in enumerate(side.parameters):
             for value in (parameter, parameter.grad, *all_leaves(side.made.state.get(parameter, {})).values()):
@@ -161,7 +161,7 @@ class Apart(OnItsOwn):
         return result
 
     def _follow(self, func: Any, given: Sequence[Any], seen: Sequence[Any]) -> None:
-        """Of what was given, one parameter's; of the same are what was written and what was made."""
+        """Checks that what was given comes from one parameter; marks what was written or made as that parameter's."""
         found = {
             self._from[key]
             for value in given
@@ -185,7 +185,7 @@ class Apart(OnItsOwn):
 def check_runs_on_some(
     optimizer: Optimizer, group: Mapping[str, Any], kinds: Sequence[tuple[torch.dtype, int]]
 ) -> bool:
-    """Raises `Refused` where the class does on some parameters anything else than on all.
+    """Raises `Refused` if the class does anything else on some parameters than on all.
 
     ``kinds``: dtype and number of dims of the group's parameters. Returns whether its code divides by the rate, and
     fails at a rate of zero.
@@ -235,7 +235,7 @@ def may_be_called_on_some(
 ) -> bool:
     """Whether its step comes to the same, bit for bit, if it is called on some of its parameters, then on the others.
 
-    Not if its code counts calls, or keeps what cannot be looked into. It is one that `check_runs_on_some` accepts.
+    It does not if the code counts calls, or keeps what cannot be looked into. `check_runs_on_some` accepts the class.
     """
 
     def compare(sides: Sequence[Side], begin: Sequence[torch.Tensor], index: int) -> None:
@@ -278,7 +278,7 @@ def _counters(side: Side) -> dict[str, Any]:
 
 
 def _others(side: Side) -> dict[str, str]:
-    """All that belongs to no parameter, as text: of an object that says nothing of itself, which one it is."""
+    """Everything that belongs to no parameter, as text; an object without a text of its own, by its identity."""
     kept = {**attributes_of(side.made), **options_of(side.made.param_groups[0]), **named_state(side.made)}
     return {name: repr(value) for name, value in kept.items()}
 
@@ -344,7 +344,7 @@ def run_beside(
 
 
 def _gradient(shape: tuple[int, ...], draw: torch.Generator) -> torch.Tensor:
-    """Of elements of many sizes, float64."""
+    """A float64 gradient whose elements have many sizes."""
     sizes = 10 ** (3 * torch.rand(shape, generator=draw, dtype=torch.float64) - 2)
     return torch.randn(shape, generator=draw, dtype=torch.float64) * sizes
 

@@ -1,8 +1,8 @@
 """The rewrites that turn a captured objective into a sharded training step, and the loop that runs them.
 
-A pass is a function of a program and a plan that returns the next program. It knows no rank, process group, device,
-clock or environment; options are bound when it is made, as in ``update(rules)``. To remove a pass, delete its file,
-its test and its entry in a tuple below. What it is given it leaves as it is, unless that was donated (`ir.edit`).
+A pass is a function that takes a program and a plan and returns the next program. It knows no rank, process group,
+device, clock or environment; options are bound when it is made, as in ``update(rules)``. To remove a pass, delete its
+file, its test and its entry in a tuple below. A pass leaves its input as it is, unless that was donated (`ir.edit`).
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from fsdp_compiled.plan.plan import Plan
 Pass = Callable[[Program, Plan], Program]
 Observer = Callable[[Program], None]
 
-# Passes that only some plans ask for; for the others they are left out.
+# Passes that only some plans need; for other plans they are left out.
 OPTIONAL: Mapping[Pass, Callable[[Plan], bool]] = {
     **dict.fromkeys((scale, unscale, skip), lambda plan: plan.policy.scaling is not None),
     slice_loss: lambda plan: plan.policy.loss_rows is not None,
@@ -60,13 +60,13 @@ REPORTING: tuple[Pass, ...] = (unscale, report, unweigh)
 GRADIENT: tuple[Pass, ...] = (*DIFFERENTIATION, *REPORTING, *CLOSING)
 ROW: tuple[Pass, ...] = tuple(reduce_row if one is reduce else one for one in DIFFERENTIATION)
 MICROBATCH: tuple[Pass, ...] = (*ROW, add_up, *CLOSING)
-# Whose derivative by its results comes from outside.
+# Programs in which the derivative of their results comes from outside.
 OUTPUTS: tuple[Pass, ...] = (*DIFFERENTIATION, compare_batches, *CLOSING)
 
 
 def step(rules: Sequence[Rule], added: Collection[str] | None = None) -> tuple[Pass, ...]:
-    """The passes of a training step; ``added``: of one that ends a row of microbatches, the parameters that these
-    reached."""
+    """The passes of a training step. ``added``: the parameters that earlier microbatches reached, for a step that ends
+    a row of microbatches."""
     means, cleared = ((average(added),), (clear,)) if added is not None else ((), ())
     begin = ROW if added is not None else DIFFERENTIATION
     return (*begin, *means, *REPORTING, *cleared, clip, update(rules), skip, count_updates, *CLOSING)
@@ -84,12 +84,12 @@ def run(
     observe: Observer | None = None,
     again: Callable[[], Program] | None = None,
 ) -> Program:
-    """Applies the passes in order, and checks what must hold.
+    """Applies the passes in order, and checks the invariants.
 
-    Where somebody observes, each result is checked whole, and shown to ``observe``. Where nobody does, a pass takes
-    over the graph that the one before it has made, and the last result is checked whole, the others at their ends; what
-    comes of it is the same, node for node and name for name. ``again`` makes a program that is donated once more.
-    Passes that the plan does not ask for are left out.
+    With ``observe``, each result is checked whole and shown to ``observe``. Without it, each pass takes over the graph
+    of the pass before; the last result is checked whole, the others only at their inputs and outputs. The resulting
+    program is the same, node for node and name for name. ``again`` makes a donated program once more. Passes that the
+    plan does not ask for are left out.
     """
     passes = tuple(one for one in passes if one not in OPTIONAL or OPTIONAL[one](plan))
     if observe is not None:
@@ -125,7 +125,7 @@ def _run_observed(program: Program, plan: Plan, passes: Iterable[Pass], observe:
 def _first_fault(
     error: Exception, again: Callable[[], Program] | None, plan: Plan, passes: Iterable[Pass]
 ) -> Exception:
-    """Of the first pass whose result is not as it must be, where there is one: what failed, failed because of it."""
+    """The error of the first pass whose result breaks an invariant, if any: the given error follows from it."""
     if again is not None:
         try:
             _run_observed(again(), plan, passes, lambda _: None)

@@ -12,16 +12,15 @@
 
     return gradient                     return (gradient + sum) / n     # full gradients: flat + sum is reduced
 
-`clear` comes once ranks have agreed that they all make this step, so that one that breaks off before leaves the sums:
+`clear` runs once ranks have agreed that they all make this step, so that a step that breaks off earlier keeps the sums:
 
     ...                                 ...
                                         sum = 0
 
-Holding shards costs one reduction a microbatch and a shard of memory; holding full gradients costs the memory of the
-whole gradient on every rank and one reduction a step (DDP's and FSDP's ``no_sync``). How many microbatches there were
-is counted on the device, so that their number may change from step to step. Where ranks count by rows (see
-`row_weights`), rows are counted in the place of microbatches, and what is left to divide is divided when all ranks'
-rows are known.
+Holding shards costs one reduction a microbatch and a shard of memory. Holding full gradients costs the memory of the
+whole gradient on every rank and one reduction a step (DDP's and FSDP's ``no_sync``). The number of microbatches is
+counted on the device, so that it may change from step to step. Where ranks are weighed by rows (see `row_weights`),
+rows are counted instead of microbatches, and the remaining division happens when the rows of all ranks are known.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ Pass = Callable[[Program, Plan], Program]
 
 
 def add_up(program: Program, plan: Plan) -> Program:
-    """Gradients join the sums, and the loss, this rank's own, joins its sum and leaves as it is."""
+    """Adds gradients to their sums, and this rank's own loss to its sum; the loss also leaves the program unchanged."""
     edit = Edit(program)
     for buffer, port, gradient in _gradients(edit, plan):
         start, total = _sum(edit, buffer, gradient, plan)
@@ -114,7 +113,7 @@ def _to_means(edit: Edit, plan: Plan) -> None:
 
 
 def clear(program: Program, plan: Plan) -> Program:
-    """The sums are used, and begin again at nothing."""
+    """Sets the sums to zero, once they are used."""
     edit = Edit(program)
     with edit.at(edit.end, "update"):
         for port, total in edit.inputs.items():
@@ -128,7 +127,7 @@ def _mark(buffer: Buffer, purpose: str) -> Mark:
 
 
 def _gradients(edit: Edit, plan: Plan) -> list[tuple[Buffer, Port, fx.Node]]:
-    """The gradients that an optimizer will use; the others leave no sum."""
+    """The gradients that an optimizer will use; other gradients have no sum."""
     found = []
     for port, node in edit.outputs.items():
         if port.kind == "gradient" and node is not None:
@@ -141,14 +140,14 @@ def _gradients(edit: Edit, plan: Plan) -> list[tuple[Buffer, Port, fx.Node]]:
 
 
 def _sum(edit: Edit, buffer: Buffer, gradient: fx.Node, plan: Plan) -> tuple[fx.Node | None, fx.Node]:
-    """Where the gradient's reduction starts, if it is to be held whole, and the input that holds its sum."""
+    """The start of the gradient's reduction, if whole gradients are held, and the input that holds the sum."""
     start = reduction(gradient) if plan.policy.accumulate == "full" else None
     value = (start.all_input_nodes[0] if start else gradient).meta["val"]
     return start, edit.add_input(Port("in", "sum", buffer.key), edit.fake(value.shape, value.dtype, value.device))
 
 
 def _joined(edit: Edit, plan: Plan, own: fx.Node, mark: Mark) -> tuple[fx.Node, fx.Node]:
-    """The input that says of the batches before which they were, and the same with this one: by their order, too."""
+    """The input that identifies earlier batches, and its value with this batch added; their order counts."""
     total = edit.add_input(BATCHES, edit.fake([SAME_PARTS], torch.float64, plan.device))
     turned = edit.call(aten.mul.Tensor, total, TURN, mark=mark)
     both = edit.call(aten.add.Tensor, turned, own, mark=mark)

@@ -18,9 +18,9 @@
 | `limit`     | at most `Policy.limit` units are gathered at every node                                             |
 | `schedule`  | the same, with gathers started early                                                                |
 
-A walk over all nodes takes as long as a pass. What is asked of nodes is asked of the program that the last pass made,
-of all passes before it: what holds there is what runs. What leaves a program may be hidden by the next pass, as
-gradients by the update, and so inputs and outputs are looked at after each (`check_ends`).
+A walk over all nodes takes as long as a pass. So invariants of nodes are checked on the program that the last pass
+made, for all passes before it: that program is the one that runs. The next pass may hide what leaves a program, as the
+update hides gradients, so inputs and outputs are checked after each pass (`check_ends`).
 """
 
 from __future__ import annotations
@@ -49,13 +49,14 @@ from fsdp_compiled.plan.plan import Buffer, Plan
 
 Invariant = Callable[[Checked, Plan], None]
 
-WAITS = {"store": "stored", "restore": "restored"}  # by what starts a copy: what waits for it
+WAITS = {"store": "stored", "restore": "restored"}  # what starts a copy -> what waits for it
 
 
 def check(program: Program, plan: Plan, before: Checked | None = None) -> Checked:
     """Raises `ProgramError` where the program breaks an invariant of a pass in its history.
 
-    ``before``: of the program before a pass. One that had nothing to do has left it, and adds its own invariants alone.
+    ``before``: the check of the program before a pass. If the pass changed nothing, only its own invariants are
+    checked.
     """
     if before is not None and program.is_graph_of(before.program):
         return _invariants(replace(before, program=program), plan, program.history[len(before.program.history) :])
@@ -65,7 +66,7 @@ def check(program: Program, plan: Plan, before: Checked | None = None) -> Checke
 
 
 def check_ends(program: Program, plan: Plan) -> None:
-    """The same of inputs and outputs alone, and of what these are made of."""
+    """Makes the same check of inputs and outputs alone, and of the nodes that outputs are made of."""
     _invariants(ends(program), plan, program.history, of=ENDS)
 
 
@@ -101,7 +102,7 @@ def _gathered_once_a_phase(checked: Checked, plan: Plan) -> None:
     for node in checked.marked("gather"):
         for part in _results(node):
             if part.meta["mark"].purpose == AGAIN:
-                continue  # a limit of units makes it, as often as there are uses
+                continue  # `limit` makes it, as often as there are uses
             key = (part.meta["mark"].buffer, node.meta["phase"])
             if key in seen:
                 fail(checked.program, node, f"buffer {key[0]} is gathered twice in {key[1]}.")
@@ -285,7 +286,7 @@ def odd_copy(program: Program) -> tuple[fx.Node, str] | None:
 
 
 def _read_later(stored: fx.Node) -> fx.Node | None:
-    """What reads a value, or a view of it, after it was said to be in host memory."""
+    """A node that reads a value, or a view of it, although the value should by then be in host memory alone."""
     stack, seen = [stored.all_input_nodes[1]], set()
     while stack:
         for user in stack.pop().users:

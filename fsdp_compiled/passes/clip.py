@@ -23,7 +23,7 @@ EPSILON = 1e-6  # torch.nn.utils.clip_grad_norm_
 
 
 def clip(program: Program, plan: Plan) -> Program:
-    """One factor for all gradients, on the device, or a bound for each element; without either nothing is added."""
+    """Adds one factor for all gradients, on the device, or a bound for each element; adds nothing without either."""
     if plan.policy.clip is None and plan.policy.clip_value is None:
         return program.after("clip")
     edit = Edit(program)

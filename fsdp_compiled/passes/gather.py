@@ -7,9 +7,9 @@
                                           weight, bias = views of full
     use(weight, bias)                     use(weight, bias)
 
-The gathered buffer is the parameters: nothing is copied out of it, unless it is laid out by rows. A unit with several
-buffers (optimizer groups, frozen parameters) is still one collective. With one rank, or a placement that keeps a full
-copy, the shard is the buffer and there is nothing to gather.
+Parameters are views of the gathered buffer; nothing is copied out of it, unless it is laid out by rows. A unit with
+several buffers (optimizer groups, frozen parameters) still uses one collective. With one rank, or a placement that
+keeps a full copy, the shard is the whole buffer and nothing is gathered.
 """
 
 from __future__ import annotations
@@ -65,8 +65,8 @@ def _gather_unit(edit: Edit, plan: Plan, shards: dict[Buffer, fx.Node], given: M
 def _parameters(
     edit: Edit, plan: Plan, shards: dict[Buffer, fx.Node], used: Mapping[str, fx.Node]
 ) -> list[tuple[str, fx.Node]]:
-    """Each used parameter, by name, of its gathered buffer; of units that are like an earlier one, as of that."""
-    if plan.shard > 1 and any(buffer.by_rows for buffer in shards):  # which are copied out where they are used
+    """Each used parameter, by name, taken from its gathered buffer; calls of an earlier similar unit are repeated."""
+    if plan.shard > 1 and any(buffer.by_rows for buffer in shards):  # parameters are copied out where they are used
         found = []
         for buffer, full in _full(edit, plan, shards):
             if buffer.by_rows:
@@ -103,7 +103,7 @@ def _mark(buffer: Buffer, role: Role) -> Mark:
 
 
 def _full(edit: Edit, plan: Plan, shards: dict[Buffer, fx.Node]) -> list[tuple[Buffer, fx.Node]]:
-    """The whole buffers, ``[numel]`` each, in the compute dtype; several cross the wire as one collective."""
+    """The whole buffers, ``[numel]`` each, in the compute dtype; one collective carries several buffers."""
     own = []
     for buffer, shard in shards.items():
         dtype = plan.compute_dtype(buffer)
@@ -129,8 +129,8 @@ def _full(edit: Edit, plan: Plan, shards: dict[Buffer, fx.Node]) -> list[tuple[B
 def _views(edit: Edit, buffer: Buffer, full: fx.Node, wanted: Container[str]) -> list[tuple[str, fx.Node]]:
     """Each wanted parameter as a view, in its own shape and strides.
 
-    Where a unit holds several blocks, each is a slice first: equal blocks then look the same from inside, whatever
-    their place in the unit.
+    A unit with several blocks is first sliced by block: equal blocks then look the same from inside, whatever their
+    place in the unit.
     """
     rows = [list(slots) for _, slots in groupby(buffer.slots, key=lambda slot: slot.leaf.block)]
     starts = [row[0].offset for row in rows] + [buffer.numel]
@@ -146,10 +146,10 @@ def _views(edit: Edit, buffer: Buffer, full: fx.Node, wanted: Container[str]) ->
 def _copies(
     edit: Edit, buffer: Buffer, full: fx.Node, used: Mapping[str, fx.Node], world: int
 ) -> list[tuple[str, fx.Node]]:
-    """Each used parameter of a buffer that is laid out by rows, put together from its part of every rank's shard.
+    """Each used parameter of a buffer that is laid out by rows, joined from its part of every rank's shard.
 
-    Where a unit holds several blocks, each is copied out by itself, where it is used first: never more than that of a
-    unit is in memory twice.
+    In a unit with several blocks, each block is copied at its first use: at most one block of a unit is in memory
+    twice.
     """
     mark = Mark("view", buffer.unit, buffer.key)
     parts = edit.call(aten.view.default, full, [world, buffer.numel // world], mark=mark)
@@ -193,7 +193,7 @@ def _whole(edit: Edit, slot: Slot, rows: fx.Node, mark: Mark, world: int) -> fx.
 def _views_of_block(
     edit: Edit, buffer: Buffer, whole: fx.Node, slots: list[Slot], stop: int, wanted: Container[str]
 ) -> list[tuple[str, fx.Node]]:
-    """The same for one block's part of the buffer, which ends at ``stop``."""
+    """The views of one block's part of the buffer, which ends at ``stop``."""
     mark = Mark("view", buffer.unit, buffer.key)
     bounds = [slot.offset for slot in slots[1:]] + [stop]
     sizes = [bound - slot.offset for slot, bound in zip(slots, bounds, strict=True)]

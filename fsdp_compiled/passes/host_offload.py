@@ -11,10 +11,10 @@
                                                copy_(shard, on, non_blocking=True)                       # return
                                                copy_(exp_avg, avg, non_blocking=True)
 
-Each gather fetches its shard again, so that nothing stays for it; the update goes buffer by buffer, and has one
-buffer's shard and state on the device at a time. Copies are on the stream of the compute that needs them: their order
-is the program's, and the host never waits. With one rank there is no gather, and views of a shard share one fetch.
-Numbers of a whole optimizer group, the model's own buffers and the sums of microbatches stay on the device.
+Each gather fetches its shard again, so that the shard does not stay on the device. The update goes buffer by buffer, so
+that one buffer's shard and state are on the device at a time. Copies run on the stream of the compute that needs them,
+in the program's order, and the host never waits. With one rank there is no gather, and views of a shard share one
+fetch. Scalars of an optimizer group, module buffers and sums over microbatches stay on the device.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from fsdp_compiled.ir.program import Program
 from fsdp_compiled.plan.plan import Buffer, Plan
 
 aten = torch.ops.aten
-ALONE = ("cast", "pack", "gather")  # readers that have a fetch of their own; views share one
+ALONE = ("cast", "pack", "gather")  # each such reader has its own fetch; views share one
 
 
 def offload(program: Program, plan: Plan) -> Program:
@@ -60,7 +60,7 @@ def _fetch(edit: Edit, stored: fx.Node, buffer: Buffer, plan: Plan, before: fx.N
 
 
 def _fetch_for_reading(edit: Edit, stored: fx.Node, buffer: Buffer, plan: Plan) -> None:
-    """Forward and backward: once for each gather, just before it."""
+    """Adds fetches to forward and backward: one for each gather, just before it."""
     readers = [user for user in stored.users if user.meta["phase"] != "update"]
     groups = [[user] for user in readers if role_of(user) in ALONE]
     if shared := [user for user in readers if role_of(user) not in ALONE]:
@@ -74,7 +74,7 @@ def _fetch_for_reading(edit: Edit, stored: fx.Node, buffer: Buffer, plan: Plan) 
 
 
 def _fetch_for_update(edit: Edit, held: list[fx.Node], buffer: Buffer, plan: Plan) -> None:
-    """All that the buffer's update works on, before the first node that does; what it wrote, back after the last."""
+    """Fetches what the buffer's update works on, before its first node; copies what it wrote back, after its last."""
     readers = {stored: [user for user in stored.users if user.meta["phase"] == "update"] for stored in held}
     chains = {stored: versions(stored) for stored in held if readers[stored]}
     if not chains:

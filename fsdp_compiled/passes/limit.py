@@ -7,9 +7,9 @@
     b = all_gather; use(b)                 b = all_gather; use(b)          # root was freed for it
     use(root, b)                           root' = all_gather; use(root', b)
 
-Gathered units are to a step what pages are to a process: where one more is needed than may be held, the one whose next
-use lies furthest ahead is freed, and gathered again for that use. That choice frees least often (L. A. Belady, 1966).
-Under ``"zero2"`` a limit turns into resharding as much as it must, and no more.
+Gathered units are like pages of memory: where one more is needed than may be held, the unit whose next use lies
+furthest ahead is freed, and gathered again for that use. This choice frees least often (L. A. Belady, 1966). Under
+``"zero2"`` a limit causes as much resharding as it needs, and no more.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from fsdp_compiled.plan.plan import Plan
 
 
 def limit(program: Program, plan: Plan) -> Program:
-    """Frees and gathers again; a program that fits is left as it is. Raises ``ValueError`` where nothing helps."""
+    """Frees units and gathers them again where needed. Raises ``ValueError`` where that cannot reach the limit."""
     most = plan.policy.limit
     if not isinstance(most, int):
         return program.after("limit")
@@ -40,14 +40,14 @@ def limit(program: Program, plan: Plan) -> Program:
 
 
 def _stretches(found: list[LiveRange], order: dict[fx.Node, int], most: int) -> list[tuple[LiveRange, list[fx.Node]]]:
-    """The uses that need a gather of their own, by holding: each list is one more stretch of it."""
+    """The uses that need a further gather, with the live range they belong to: one list of uses for each gather."""
     users: dict[fx.Node, list[LiveRange]] = {}
     for live_range in found:
         for node in live_range.uses:
             users.setdefault(node, []).append(live_range)
     left = {id(live_range): list(live_range.uses) for live_range in found}
     resident: dict[str, LiveRange] = {}
-    stretch: dict[int, list[fx.Node] | None] = {}  # None: the first, which has its gather already
+    stretch: dict[int, list[fx.Node] | None] = {}  # None: the first stretch, which already has its gather
     more: list[tuple[LiveRange, list[fx.Node]]] = []
     for node in sorted(users, key=order.__getitem__):
         needed = users[node]
@@ -97,7 +97,7 @@ def _gather_again(edit: Edit, what: tuple[LiveRange, Sequence[fx.Node]], order: 
 
 
 def _behind(wanted: list[fx.Node], live_range: LiveRange, made: dict[fx.Node, fx.Node]) -> set[fx.Node]:
-    """The wanted aliases and the chain that they are made by, as far as it is not yet made."""
+    """The wanted aliases and the nodes between them and the gather, except those that are made already."""
     chain = {*live_range.aliases, *live_range.gathers}
     found: set[fx.Node] = set()
     stack = list(wanted)

@@ -13,9 +13,8 @@
                                     exp_avg = where(overflow, before, exp_avg)
                                     factor *= backoff or growth or 1
 
-Whether a step overflowed is known when its gradients are reduced, for an infinity or a NaN in any term of a sum
-stays one. It is a number on the device, so nothing waits for it. The rule for the factor is that of
-`torch.amp.GradScaler`.
+Gradients show an overflow once they are reduced, since an infinity or a NaN in any term makes the sum infinite or NaN.
+The flag is a number on the device, so nothing waits for it. The factor follows the rule of `torch.amp.GradScaler`.
 """
 
 from __future__ import annotations
@@ -49,7 +48,7 @@ def scale(program: Program, plan: Plan) -> Program:
 
 
 def unscale(program: Program, plan: Plan) -> Program:
-    """Gradients are divided by the factor; how many of this rank's are not finite joins the outputs."""
+    """Divides gradients by the factor, and adds an output: how many of this rank's gradients are not finite."""
     edit = Edit(program)
     factor = edit.inputs.get(FACTOR)
     if factor is not None:
@@ -78,7 +77,7 @@ def _divide(edit: Edit, plan: Plan, factor: fx.Node) -> None:
 
 
 def skip(program: Program, plan: Plan) -> Program:
-    """What the update wrote is put back where the step overflowed, and the factor moves on."""
+    """Restores what the update wrote where the step overflowed, and changes the factor."""
     edit = Edit(program)
     count, scaling = edit.outputs.get(OVERFLOW), plan.policy.scaling
     if count is not None and scaling is not None:

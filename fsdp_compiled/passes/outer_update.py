@@ -7,9 +7,9 @@
                       momentum = 0.9 * momentum + mean
                       shard = anchor - 0.7 * (mean + 0.9 * momentum)
 
-The anchor is what the weights were after the last exchange. This is DiLoCo (Douillard et al., 2023, arXiv:2311.08105):
-an inner optimizer in each site, and `torch.optim.SGD` with Nesterov's momentum on the mean change, in the order of that
-one's own operators. One buffer is on the wire while the one before is updated.
+The anchor holds the weights after the last exchange. This is DiLoCo (Douillard et al., 2023, arXiv:2311.08105): an
+inner optimizer in each site, and on the mean change `torch.optim.SGD` with Nesterov's momentum, with its operators in
+its own order. One buffer is on the wire while the one before is updated.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ c10d = torch.ops._c10d_functional
 
 
 def shards_of(plan: Plan) -> Program:
-    """The program that reads the shards that are updated, and does nothing."""
+    """A program that reads the trainable shards, and does nothing."""
     graph, mode = fx.Graph(), FakeTensorMode()
     ports = [Port("in", "shard", buffer.key) for buffer in plan.buffers if buffer.updated]
     for port in ports:

@@ -11,17 +11,17 @@
     dn = all_reduce(norm's gradient, "sum")     ...
     return wait(dn)                             return wait(dn)
 
-DTensor starts a collective where a layout is asked for, and waits at once. *Activations* are waited for by compute:
-their collectives, with the sums and copies that make the input, move up to what they send, and waits, with the copies
-that lay the result out, down to what reads it. In backward the gradients of weights then stand between; in forward
-there is seldom anything. They keep their order among each other.
+DTensor starts a collective where a layout is asked for, and waits at once. Compute waits for the collectives of
+*activations*. Such a collective moves up, with the sums and copies that make its input, to the node that computes what
+it sends. Its wait moves down, with the copies that lay the result out, to the node that reads the result. In backward
+the gradients of weights then run in between; in forward there is seldom anything. These collectives keep their order.
 
-Sums of *gradients* of weights that all ranks along tp have (norms under sequence parallelism) are nobody's input, and
-DTensor makes all of them at the end of backward, where they would hold every unit's reduction up. Each starts behind
-the next activation's collective, which is needed sooner, and is waited for where the one after that has come in, which
-was behind it on the wire.
+Collectives of *gradients* sum the gradients of weights that all ranks along tp have (norms under sequence parallelism).
+No compute reads them, and DTensor makes all of them at the end of backward, where they would delay every unit's
+reduction. Each starts behind the start of the next activation's collective, which is needed sooner. Its wait stands
+behind the wait for the activation's collective after that, which followed it on the wire.
 
-The order of compute stays the model's own, but for sums that a collective alone reads, and nothing leaves its phase.
+The order of compute stays the model's own, but for sums that only a collective reads, and nothing leaves its phase.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def overlap(program: Program, plan: Plan) -> Program:
 
 
 class _Order:
-    """What gradients' collectives find their places between; lists in the order of the graph, which stays."""
+    """The nodes between which gradients' collectives are placed; lists in the order of the graph, which stays."""
 
     def __init__(self, graph: fx.Graph, activations: Sequence[fx.Node]) -> None:
         self.activations = sorted(activations)
@@ -74,14 +74,14 @@ class _Order:
         self._barriers: dict[str, list[fx.Node]] = {}
 
     def barrier(self, node: fx.Node, phase: str) -> fx.Node:
-        """The next one behind the node; the output is one."""
+        """The next barrier of this phase behind the node; the output node is one."""
         if phase not in self._barriers:
             self._barriers[phase] = [one for one in self._nodes if _is_barrier(one, phase)]
         return self._barriers[phase][bisect_right(self._barriers[phase], node)]
 
 
 def _is_tensor_parallel(node: fx.Node) -> bool:
-    """Whether the node starts a collective that the model has by itself, which is none that a pass inserted."""
+    """Whether the node starts a collective along tp that the model itself has, and that no pass inserted."""
     return node.op == "call_function" and is_collective(node) and node.args[-1] == "tp" and role_of(node) is None
 
 
@@ -94,7 +94,7 @@ def _lays_out(node: fx.Node) -> bool:
 
 
 def _sent(start: fx.Node) -> tuple[set[fx.Node], list[fx.Node]]:
-    """The collective with the sums and copies that make its input for it alone, and the nodes which these are of."""
+    """The collective with the sums and copies that only make its input, and the nodes that these read."""
     own, stack = {start}, [start]
     while stack:
         for source in stack.pop().all_input_nodes:
@@ -117,7 +117,7 @@ def _brought(wait: fx.Node) -> tuple[set[fx.Node], list[fx.Node]]:
 
 
 def _is_gradient(start: fx.Node) -> bool:
-    """Whether what it brings is nothing but an output of the program."""
+    """Whether the collective's result is nothing but an output of the program."""
     readers = [user for wait in _waits(start) for user in _brought(wait)[1]]
     return bool(readers) and all(user.op == "output" for user in readers)
 
@@ -127,7 +127,7 @@ def _is_barrier(node: fx.Node, phase: str) -> bool:
 
 
 def _start_early(edit: Edit, start: fx.Node) -> None:
-    """To right behind the node that makes the last of what is sent."""
+    """Moves the start to right behind the last node that computes what is sent."""
     own, sources = _sent(start)
     last = max(sources)
     target, node = start, start.prev
@@ -138,7 +138,7 @@ def _start_early(edit: Edit, start: fx.Node) -> None:
 
 
 def _wait_late(edit: Edit, wait: fx.Node) -> None:
-    """To right before the first node that reads what came."""
+    """Moves the wait to right before the first node that reads the result."""
     own, readers = _brought(wait)
     first, stop = min(readers, default=None), wait.next
     while stop is not first and not _is_barrier(stop, wait.meta["phase"]):
@@ -147,7 +147,7 @@ def _wait_late(edit: Edit, wait: fx.Node) -> None:
 
 
 def _between(edit: Edit, start: fx.Node, order: _Order) -> None:
-    """Behind the start of the next activation's collective, waited for behind the wait for the one after that."""
+    """Moves the start behind that of the next activation's collective, the wait behind the wait for the one after."""
     own, sources = _sent(start)
     ready = max(sources)
     (wait,) = _waits(start)

@@ -14,16 +14,16 @@
     total' = wait(total)                    all = all_gather(pack(part', seed))
                                             total' = unpack(wait(all))
 
-As in ZeRO++ (Wang et al., 2023, https://arxiv.org/abs/2306.10209), whose qwZ gathers blocks of int8 and whose qgZ has
-an exchange in the place of a reduction, so that a sum is rounded once and not at each hop. Here what is reduced is
-rounded at random (stochastic rounding; Gupta et al., 2015, https://arxiv.org/abs/1502.02551): its mean is the value
-itself, and no rank has to keep the errors of whole gradients, as error feedback would. Parameters are rounded to the
-nearest: every gather of a step brings the same.
+As in ZeRO++ (Wang et al., 2023, https://arxiv.org/abs/2306.10209): its qwZ gathers blocks of int8, and its qgZ replaces
+a reduction by an exchange, so that a sum is rounded once and not at each hop. Here values to be reduced are rounded at
+random (stochastic rounding; Gupta et al., 2015, https://arxiv.org/abs/1502.02551): the mean of a rounded value is the
+value itself, and no rank has to keep the errors of whole gradients, as error feedback would. Parameters are rounded to
+the nearest, so that every gather of a step gives the same values.
 
-The seed is made of the number of updates, of microbatches and of the rank along the shard axis, all of which a
-checkpoint has; ranks along other axes have the same gradients and make the same of them. Collectives of integers, and
-those that are no gathers of parameters or reductions of gradients, stay as they are. It comes before the passes that
-decide what runs when, which see what is sent.
+The seed is made of the number of updates, the number of microbatches and the rank along the shard axis. A checkpoint
+has all three; ranks along other axes have the same gradients and round them alike. Collectives of integers, and those
+that neither gather parameters nor reduce gradients, stay as they are. The pass runs before the passes that decide what
+runs when: those see what is sent.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def _is_real(node: fx.Node) -> bool:
 
 
 def _gather(edit: Edit, node: fx.Node, plan: Plan) -> None:
-    """Of one buffer, or of several that are all real or all not."""
+    """Quantizes a gather of one buffer, or of several that are all floating-point or all not."""
     given, world, axis = node.args
     several = isinstance(given, list | tuple)
     sources: list[fx.Node] = list(given) if several else [given]  # type: ignore[arg-type, list-item]
@@ -138,7 +138,7 @@ def _pack(
 
 
 def _behind(edit: Edit, wait: fx.Node, role: str, make: Callable[[fx.Node, Mark], fx.Node]) -> None:
-    """What is made of what was waited for takes its place."""
+    """Replaces the result of this wait by what ``make`` makes of it."""
     users = list(wait.users)
     with edit.at(wait.next, wait.meta["phase"]):
         found = make(wait, replace(wait.meta["mark"], role=role))
@@ -147,7 +147,7 @@ def _behind(edit: Edit, wait: fx.Node, role: str, make: Callable[[fx.Node, Mark]
 
 
 def _seed(edit: Edit, plan: Plan, first: fx.Node) -> fx.Node:
-    """int64: another in every step, microbatch and rank along the shard axis."""
+    """The seed, int64: different for every step, microbatch and rank along the shard axis."""
     mark = Mark("pack")
 
     def given(port: Port, shape: list[int]) -> fx.Node:

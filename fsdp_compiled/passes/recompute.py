@@ -10,11 +10,11 @@
                                         weight_t' = t(view(full'))
                                         d_x = mm(d_y, t(weight_t'))
 
-Resharding after forward is nothing but this: the gather, with the whole chain of views and casts behind it, runs
-again. The unit that forward uses last and backward first is kept: it would be gathered twice in a row.
-A checkpointed region (`torch.utils.checkpoint`) is run again from its inputs, without its random operators: their
-results are kept, so that dropout replays the same mask. Under ``Policy.recompute = "unit"`` every block is a region: of
-what it computes, forward keeps its input for backward and nothing else.
+Resharding after forward is nothing but this: backward runs the gather again, with the whole chain of views and casts
+behind it. The unit that forward uses last and backward first is kept: it would be gathered twice in a row. Backward
+runs a checkpointed region (`torch.utils.checkpoint`) again from its inputs, except its random operators: their results
+are kept, so that dropout replays the same mask. Under ``Policy.recompute = "unit"`` every block is a region: forward
+keeps only the block's input for backward, and nothing that the block computes.
 
 `recompute_saved` recomputes chosen saved values in backward, so that a step fits its memory:
 
@@ -26,8 +26,8 @@ what it computes, forward keeps its input for backward and nothing else.
     d_down = mm(t(gelu_3), d_y)           gelu_3' = gelu(u)
                                           d_down = mm(t(gelu_3'), d_y)
 
-Which ones, `runtime.programs.memory_budget` chooses (`analysis.saved_values`). It runs before `recompute`, which then
-gathers again the parameters that are read by what is repeated.
+`runtime.programs.memory_budget` chooses the values (`analysis.saved_values`). `recompute_saved` runs before
+`recompute`, which then gathers again the parameters that the repeated nodes read.
 """
 
 from __future__ import annotations
@@ -91,10 +91,10 @@ def _regions(graph: fx.Graph, plan: Plan) -> dict[fx.Node, object]:
 
 
 def _inside(graph: fx.Graph, regions: Mapping[fx.Node, object]) -> set[fx.Node]:
-    """The forward nodes of regions that backward may compute again.
+    """The forward nodes in regions that backward may compute again.
 
-    What another region starts from stays, and what is read in backward elsewhere; of a region that the model
-    checkpoints, whose backward is not known by name, every result.
+    Inputs of other regions are kept, and so are values that backward reads outside of the region. For a region that the
+    model checkpoints, whose backward is not known by name, every result is kept.
     """
 
     def private(user: fx.Node, region: object) -> bool:

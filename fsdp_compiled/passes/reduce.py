@@ -10,12 +10,11 @@
                                 gradient = wait(part)
                                 return gradient
 
-A parameter that the loss does not reach has zeros in its place, and is named in the mark ``idle`` of its shard. A
-buffer of such parameters alone is not reduced, but in a row of microbatches that add up whole gradients (`reduce_row`):
-others may reach it.
-Where the gradient's placement is a full copy, the reduction is an all-reduce; along a replicate axis one follows the
-reduce-scatter (`ir.reduction`). The wait for one buffer stands just before the reduction of the next, so that one flat
-gradient is on the wire and one is being filled, never more.
+A parameter that the loss does not reach has zeros in its place, and its shard's mark ``idle`` names it. A buffer of
+such parameters alone is not reduced, except in a row of microbatches that add up whole gradients (`reduce_row`): other
+microbatches may reach it. Where each rank keeps the whole gradient, the reduction is an all-reduce. Along a replicate
+axis, an all-reduce follows the reduce-scatter (`ir.reduction`). The wait for one buffer stands just before the
+reduction of the next, so that one flat gradient is on the wire and one is being filled, never more.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ def reduce(program: Program, plan: Plan) -> Program:
 
 
 def reduce_row(program: Program, plan: Plan) -> Program:
-    """The same, of one of several microbatches."""
+    """The same pass for one of several microbatches."""
     return _reduce(program, plan, all_of_them=plan.policy.accumulate == "full")
 
 
@@ -59,7 +58,7 @@ def _reduce(program: Program, plan: Plan, all_of_them: bool) -> Program:
     ready.sort(key=lambda item: (item[0] is None, item[0]))
     # Looked up before anything is inserted: buffers that become whole with the same gradient follow one another.
     following = {node: node.next for node, _, _ in ready if node is not None}
-    pending: list[tuple[Buffer, fx.Node, list[Call]]] = []  # with what is to come
+    pending: list[tuple[Buffer, fx.Node, list[Call]]] = []  # with the remaining calls
     reduced: dict[Port, fx.Node] = {}
     for node, buffer, found in ready:
         with edit.at(edit.end if node is None else following[node], "backward"):
@@ -94,9 +93,9 @@ def _mark(buffer: Buffer, role: Role) -> Mark:
 
 
 def _flatten(edit: Edit, buffer: Buffer, gradients: dict[str, fx.Node], plan: Plan) -> fx.Node:
-    """``[numel]``: the gradients in the places of their parameters, zero in the padding and where there is none.
+    """``[numel]``: the gradients in the places of their parameters, zero in the padding and for missing gradients.
 
-    In the dtype that is reduced in.
+    The dtype is that of the reduction.
     """
     wanted = plan.reduce_dtype(buffer)
 
@@ -111,7 +110,7 @@ def _flatten(edit: Edit, buffer: Buffer, gradients: dict[str, fx.Node], plan: Pl
 
 
 def _in_order(edit: Edit, buffer: Buffer, slot: Slot, gradient: fx.Node) -> fx.Node:
-    """With its dims in the order in which the buffer holds the parameter's."""
+    """The gradient with its dims in the order in which the buffer holds the parameter's."""
     if slot.leaf.order == tuple(range(len(slot.leaf.shape))):
         return gradient
     return edit.call(aten.permute.default, gradient, list(slot.leaf.order), mark=_mark(buffer, "flatten"))
@@ -162,7 +161,7 @@ def _concatenated_by_rows(edit: Edit, buffer: Buffer, gradients: dict[str, fx.No
 
 
 def _by_rank(edit: Edit, slot: Slot, gradient: fx.Node, world: int, mark: Mark) -> fx.Node:
-    """What each rank owns of another dim, rank by rank, as rows: of dim 1, ``[4, 6]`` -> ``[world * 4, 6 / world]``."""
+    """Each rank's part of a dim other than 0, by rank, as rows: of dim 1, ``[4, 6]`` -> ``[world * 4, 6 / world]``."""
     if (dim := slot.leaf.shard_dim) == 0:
         return gradient
     shape = slot.leaf.chunk(world)
@@ -178,7 +177,7 @@ def _add(edit: Edit, buffer: Buffer, value: fx.Node, call: Call) -> fx.Node:
 
 
 def _finish(edit: Edit, pending: list[tuple[Buffer, fx.Node, list[Call]]]) -> dict[Port, fx.Node]:
-    """Waits for what is on the wire, and carries it over the remaining axis."""
+    """Waits for the reductions on the wire, and adds the reductions along the remaining axis."""
     found = {}
     while pending:
         buffer, part, rest = pending.pop()

@@ -10,10 +10,10 @@
     d_u = gelu_backward(d_a, u)         d_down = mm(t(a'), d_y)
                                         d_u = gelu_backward(d_a, u)
 
-Autograd keeps both ``u`` and ``a``. What is cheap: operators that map elements, copies, views, and normalisations, all
-bound by memory traffic; under Inductor they fuse with what reads them. A matrix product, a convolution, an attention or
-a random number is never made again. Of a cast to a wider dtype, such as a norm makes of a residual in bfloat16, what is
-cast is kept in its place, for half the bytes. The idea, without its minimum cut, is that of AOTAutograd's
+Autograd keeps both ``u`` and ``a``. Cheap are operators that map elements, copies, views, and normalisations, all bound
+by memory traffic; under Inductor they fuse with their readers. Matrix products, convolutions, attention and random
+numbers are never computed again. For a cast to a wider dtype, such as a norm's cast of a residual in bfloat16, the
+input of the cast is kept instead, for half the bytes. The idea, without its minimum cut, is that of AOTAutograd's
 min_cut_rematerialization_partition.
 """
 
@@ -29,7 +29,7 @@ from fsdp_compiled.ir.program import Program
 from fsdp_compiled.plan.plan import Plan
 
 aten = torch.ops.aten
-SMALL = 1024  # bytes: not worth an operator
+SMALL = 1024  # bytes; a smaller value is not worth an operator
 CHEAP = (
     aten.native_layer_norm.default,
     aten.mean.dim,
@@ -62,10 +62,10 @@ def _is_cheap(node: fx.Node) -> bool:
 
 
 class _Choice:
-    """Which forward nodes backward is to make again, chosen in forward's order.
+    """Chooses the forward nodes that backward computes again, in forward's order.
 
-    *Kept*: what backward reads and does not make again, parameters and inputs. Something is made again if all that it
-    is made of is kept, or is cheap and made of what is kept.
+    *Kept*: what backward reads and does not compute again, parameters and inputs. A node is computed again if all its
+    sources are kept, or are cheap and made of what is kept.
     """
 
     def __init__(self, graph: fx.Graph) -> None:
@@ -74,7 +74,7 @@ class _Choice:
         forward = [node for node in graph.nodes if node.op == "call_function" and node.meta["phase"] == "forward"]
         crossing = [node for node in forward if any(user.meta.get("phase") == "backward" for user in node.users)]
         self.read = {base_of(node, self.parameters) for node in crossing}
-        self.again: set[fx.Node] = set()  # bases that are not kept
+        self.again: set[fx.Node] = set()  # bases that backward computes again
         self.nodes: set[fx.Node] = set()
         for node in forward:
             if (
@@ -102,7 +102,7 @@ class _Choice:
         return computed and self._available(source) is None and nbytes(base.meta["val"]) < nbytes(node.meta["val"])
 
     def _made_of(self, node: fx.Node) -> set[fx.Node] | None:
-        """The nodes to repeat for this one, itself among them; None where that takes more than cheap ones."""
+        """The nodes to repeat for this one, itself included; None where that takes nodes that are not cheap."""
         if not _is_cheap(node):
             return None
         found = {node}
@@ -114,7 +114,7 @@ class _Choice:
         return found
 
     def _available(self, node: fx.Node) -> set[fx.Node] | None:
-        """What has to be repeated so that backward can read this node: nothing, where it is there."""
+        """The nodes to repeat so that backward can read this node: none, where it is kept."""
         if node.op != "call_function" or node in self.parameters or not _is_tensor(node):
             return set()
         base = base_of(node, self.parameters)
@@ -133,6 +133,6 @@ class _Choice:
         return found
 
     def _complete(self) -> None:
-        """The views between what is made again and what reads it."""
+        """Adds the views between the recomputed nodes and their readers."""
         for node in list(self.nodes):
             self.nodes |= {alias for alias in self._aliases(node) if base_of(alias, self.parameters) in self.nodes}

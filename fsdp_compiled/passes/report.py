@@ -7,17 +7,17 @@
                         assert all(world * all[5:8] == all[2:5] * all[2:5])
                         return loss = all[0] / world, norm = sqrt(all[1] / copies)
 
-``call`` is a hash of the program that this rank runs and the rates it runs it with, in three parts of 20 bits, so that
-the sums of squares over 8,192 ranks are exact. By Cauchy and Schwarz the assertion holds exactly when all ranks have
-the same one, so that ranks that call with different shapes or rates stop before anything is updated, at no cost.
+``call`` is a hash of the program that this rank runs and of its rates, in three parts of 20 bits, so that the sums of
+squares over 8,192 ranks are exact. By Cauchy and Schwarz the assertion holds exactly when all ranks have the same hash.
+So ranks that call with different shapes or rates stop before anything is updated, at no cost.
 
-The squared norm of a sum is not the sum of squared norms, so the norm is taken after the reduction, on the shards, each
-element once: padding is zero, and copies on a replicate axis are divided out. How many gradients were found not to be
-finite, under ``Policy.loss_scale``, is one more number of the same message; and so is how many rows this rank has,
-where ranks count by them (see `row_weights`).
+The squared norm of a sum is not the sum of squared norms. So the norm is taken after the reduction, on the shards, with
+each element counted once: padding is zero, and copies on a replicate axis are divided out. The same message carries the
+number of gradients that are not finite, under ``Policy.loss_scale``, and this rank's number of rows, where ranks are
+weighed by rows (see `row_weights`).
 
-Under tensor parallelism the message goes along the tp axis first. Ranks along it have one loss, parts of some gradients
-and copies of others, which count once; and one batch, which is compared there (see `same_batches`):
+Under tensor parallelism the message goes along the tp axis first. Ranks along it have the same loss, and parts of some
+gradients and copies of others, which count once. They also have the same batch, which is compared (see `same_batches`):
 
     all = all_reduce([mine, same, same * same], "sum", "tp"); wait
     odd = sum(tp * all[same * same] - all[same] ** 2)           # zero where all are equal
@@ -121,7 +121,7 @@ def compare_batches(program: Program, plan: Plan) -> Program:
 def _summed_over_ranks(
     edit: Edit, packet: fx.Node, size: int, plan: Plan, mark: Mark
 ) -> tuple[fx.Node, fx.Node | None]:
-    """The sums over all ranks of these numbers, and what is zero where ranks along tp have the same batch."""
+    """The sums of these numbers over all ranks, and a number that is zero where ranks along tp have the same batch."""
 
     def all_reduce(value: fx.Node, axis: str) -> fx.Node:
         value = edit.call(c10d.all_reduce.default, value, "sum", axis, mark=mark)
@@ -134,7 +134,7 @@ def _summed_over_ranks(
         packet = all_reduce(edit.call(aten.cat.default, [packet, same, square], mark=mark), "tp")
         total = edit.call(aten.slice.Tensor, packet, 0, size, size + SAME_PARTS, mark=mark)
         squares = edit.call(aten.slice.Tensor, packet, 0, size + SAME_PARTS, size + 2 * SAME_PARTS, mark=mark)
-        # By Cauchy and Schwarz zero where all are equal, and larger where not; exact, as `same_batches` says.
+        # By Cauchy and Schwarz, zero where all are equal, and larger otherwise; exact, see `same_batches`.
         left = edit.call(aten.mul.Tensor, squares, plan.tp, mark=mark)
         odd = edit.call(aten.sub.Tensor, left, edit.call(aten.mul.Tensor, total, total, mark=mark), mark=mark)
         packet = edit.call(aten.slice.Tensor, packet, 0, 0, size, mark=mark)
@@ -161,7 +161,7 @@ def _assert_same(edit: Edit, packet: fx.Node, size: int, world: int, mark: Mark)
 
 
 def _squares(edit: Edit, gradients: dict[Buffer, fx.Node], plan: Plan, mark: Mark) -> fx.Node:
-    """Float64: what this rank adds to the squared norm. What every rank along tp has whole is shared among them."""
+    """Float64: this rank's part of the squared norm. Ranks along tp share the gradients that each of them has whole."""
     if plan.tp == 1:
         return _sum_of_squares(edit, list(gradients.values()), mark, "squares")
     total = None
@@ -176,7 +176,7 @@ def _squares(edit: Edit, gradients: dict[Buffer, fx.Node], plan: Plan, mark: Mar
 
 
 def _sum_of_squares(edit: Edit, gradients: list[fx.Node], mark: Mark, purpose: str) -> fx.Node:
-    """Float64; each gradient's norm is taken in float32, or in float64 where there are such gradients."""
+    """Float64; takes each gradient's norm in float32, or in float64 if any gradient is float64."""
     double = any(gradient.meta["val"].dtype == torch.float64 for gradient in gradients)
     dtype = torch.float64 if double else torch.float32
 

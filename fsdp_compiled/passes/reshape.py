@@ -5,8 +5,8 @@
     x: float32[6, 4] = softplus_backward(...)    x: float32[6, 4] = softplus_backward(...)
     y = view(x, [24])                            y = reshape(x, [24])
 
-Kernels do not always lay their results out as the fake ones say (softplus_backward, for one, on a gradient that is
-transposed), and a view that was traced on those may not exist of these.
+Kernels do not always lay out their results as the fake tensors say (softplus_backward, for one, on a transposed
+gradient). A view that was traced on the fake tensors may not exist for the real ones.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ aten = torch.ops.aten
 
 
 def reshape(program: Program, plan: Plan) -> Program:
-    """Leaves views that passes made: they are of gathered buffers, which lie as they were planned."""
+    """Leaves views that passes made: those are views of gathered buffers, whose layout is as planned."""
     edit = Edit(program)
     views = edit.graph.find_nodes(op="call_function", target=aten.view.default)
     for node in views:

@@ -9,9 +9,9 @@
     ...                                 (report: sum of loss * rows, and of rows, in the message that there is)
     return gradient                     return gradient / (sum of rows / world)           # unweigh
 
-A mean loss over n rows counts n times. The sum of all rows is known once the loss is reported, and gradients are
-divided by it then, on the shards: no collective is added. A rank with no rows takes part with zeros, whatever its
-numbers are (zero times NaN is NaN), and leaves its buffers as they were.
+A mean loss over n rows counts n times. Gradients are divided by the sum of all rows, on the shards, once the loss is
+reported and the sum is known: no collective is added. A rank with no rows takes part with zeros, whatever its numbers
+are (zero times NaN is NaN), and leaves its buffers as they were.
 """
 
 from __future__ import annotations

@@ -6,14 +6,15 @@
     ...                sum = rows @ (1, 2, 3, ...) + columns @ (1, 2, 3, ...) * odd      # int64, which wraps
     return loss        return loss, same = the 40 upper bits of sum * odd, as two numbers below 2**20
 
-Each holds a part of every matrix: on other tokens than its peers' it would compute nonsense in silence. The sums are of
-bits, not of values, and by place, so that a row more, less, changed or moved shows, and a NaN is a number like any
-other. The two numbers are exact in float64, as are their squares, summed over thousands of ranks.
+Each rank along tp holds a part of every matrix: on other tokens than its peers' it would silently compute nonsense. The
+sums are of bits, not of values, and weighted by place, so that a row that is added, missing, changed or moved shows,
+and a NaN is a number like any other. The two numbers are exact in float64, as are their squares, summed over thousands
+of ranks.
 
-Where ranks along tp are to draw the same random numbers (dropout on what all of them have), the numbers that their
-generators start from join the comparison.
+Where ranks along tp must draw the same random numbers (dropout on values that all of them have), the starting numbers
+of their generators join the comparison.
 
-A microbatch that does not update leaves its numbers in the sums that the last one ends (`accumulate`). A call of
+A microbatch that does not update adds its numbers to the sums that the last microbatch ends (`accumulate`). A call of
 forward alone ends with a comparison of its own (`report.compare_batches`).
 """
 
@@ -29,7 +30,7 @@ from fsdp_compiled.plan.plan import Plan
 
 aten = torch.ops.aten
 MARK = Mark("norm")
-ODD = 0x2545F4914F6CDD1D  # of xorshift64*: spreads what differs in few low bits over the upper ones
+ODD = 0x2545F4914F6CDD1D  # of xorshift64*: spreads differences in a few low bits over the upper ones
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -48,7 +49,7 @@ def same_batches(program: Program, plan: Plan) -> Program:
 
 
 def _summed(edit: Edit, node: fx.Node) -> fx.Node:
-    """Int64[]: the tensor's bits, by row and by column."""
+    """Int64[]: a sum over the tensor's bits, by row and by column."""
     value = node.meta["val"]
     if value.dim() == 0:
         node = edit.call(aten.reshape.default, node, [1], mark=MARK)

@@ -7,25 +7,25 @@
     b = all_gather(b_shard)            wait(a); use(a)
     wait(b); use(b)                    wait(b); use(b)
 
-Units are used in a sequence (forward, then backward in reverse). A gather is moved to just before the use that stands
-``prefetch`` places ahead of its own in that sequence; the waits stay at the first use. It is not moved
+Units are used in a sequence (forward, then backward in reverse). A gather moves to just before the use that stands
+``prefetch`` places before its own in that sequence; its wait stays at the first use. It does not move
 
 - out of its phase: what backward gathers first starts when backward does,
 - ahead of another gather, so that the wire serves them in the order in which they are needed,
 - to where more than ``limit`` units would be alive, or a unit alive twice.
 
-The first gathers of all, ``prefetch + 1`` of them, start with the program: nothing can hide the first. A reduction
-starts when the last of its gradients exists, as `reduce` has it; its wait moves down until ``prefetch`` reductions are
-on the wire with it, never further, because the flat gradient lives until then. Only these few nodes move: the order of
-compute, and with it the memory of activations, is the model's own.
+The first ``prefetch + 1`` gathers start with the program: nothing can hide the first. A reduction starts when the last
+of its gradients exists, where `reduce` put it. Its wait moves down until ``prefetch`` reductions are on the wire with
+it, never further, because the flat gradient lives until then. Only these few nodes move: the order of compute, and with
+it the memory of activations, is the model's own.
 
-On CPUs, ``prefetch="auto"`` is free of memory: a gather starts ahead, and a reduction is waited for late, only as far
-as that leaves the predicted peak where it is with neither (`Headroom`). There ranks share their cores with what sends,
-so that little is hidden, and gloo copies what it gathers: what is on the wire is in memory twice.
+On CPUs, ``prefetch="auto"`` costs no memory: a gather starts early, and a reduction is waited for late, only as far as
+that leaves the predicted peak where it is with neither (`Headroom`). There ranks share their cores with the
+communication, so that little is hidden, and gloo copies what it gathers: data on the wire is in memory twice.
 
-Parameters that are copied out of what was gathered (buffers by rows) are done with it after the copy: the gather that
-would start before that use starts behind it, so that two units are not gathered at once. Of a unit of several blocks
-that is the copy of the last; there, too, reductions that have run since before the unit are waited for.
+Parameters of buffers by rows are copied out of the gathered buffer, and need it no longer after the copy. So the gather
+that would start before that use starts behind the copy, and two units are not gathered at once. In a unit of several
+blocks, that is the last block's copy; there, reductions that started before the unit are waited for, too.
 """
 
 from __future__ import annotations
@@ -46,9 +46,9 @@ from fsdp_compiled.plan.plan import Plan
 from fsdp_compiled.policy import MOST_AHEAD
 
 COPY = torch.ops.aten.split_with_sizes_copy.default
-WORTH = 0.05  # of the time on the wire: what one more unit ahead must hide besides
+WORTH = 0.05  # what one more unit ahead must hide in addition, as a part of the time on the wire
 
-Entry = tuple[int, fx.Node, LiveRange]  # place in the program, the node to start before, and whose use begins there
+Entry = tuple[int, fx.Node, LiveRange]  # place in the program, node to start before, live range used from there on
 
 
 def schedule(program: Program, plan: Plan) -> Program:
@@ -77,7 +77,7 @@ def schedule(program: Program, plan: Plan) -> Program:
 
 
 def _sequence(graph: fx.Graph, found: list[LiveRange]) -> list[Entry]:
-    """Where each holding's use begins, in each phase; before its wait, where that is what comes first."""
+    """Where the use of each live range begins, in each phase; before its wait, if the wait comes first."""
     order = positions(graph)
     entries: list[Entry] = []
     for live_range in found:
@@ -93,7 +93,7 @@ def _sequence(graph: fx.Graph, found: list[LiveRange]) -> list[Entry]:
 
 
 def _places(entries: list[Entry]) -> dict[int, int]:
-    """By the holding's identity, which entry is its first."""
+    """Maps each live range's identity to its first entry's place."""
     return {id(entry[2]): index for index, entry in reversed(list(enumerate(entries)))}
 
 
@@ -150,7 +150,7 @@ def _copies(live_range: LiveRange, phase: Phase) -> list[fx.Node]:
 
 
 def _behind_copies(entry: Entry, order: dict[fx.Node, int]) -> int:
-    """Where this use begins; where it is of copies, the place behind the last of them."""
+    """The place where this use begins; if it copies parameters, the place behind the last copy."""
     place, opening, live_range = entry
     return max([place, *(order[node] + 1 for node in _copies(live_range, opening.meta["phase"]))])
 
@@ -169,7 +169,7 @@ def _room(at: int, unit: str, placed: list[LiveRange], most: int | None) -> int:
 
 
 def _issue(live_range: LiveRange) -> list[fx.Node]:
-    """What puts a unit on the wire: fetches from the host, casts, packing, collectives and parts of what they bring."""
+    """The nodes that gather a unit: fetches from the host, casts, packing, collectives, and parts of their results."""
     found: list[fx.Node] = []
     for gather in live_range.gathers:
         made: list[fx.Node] = []
@@ -178,17 +178,17 @@ def _issue(live_range: LiveRange) -> list[fx.Node]:
             made[:0] = sources
             sources = [before for source in sources for before in source.all_input_nodes]
         found += made
-        found += [gather, *sorted(user for user in gather.users if role_of(user) == "part")]  # however they were added
+        found += [gather, *sorted(user for user in gather.users if role_of(user) == "part")]  # in graph order
     return found
 
 
 def _starts_a_reduction(node: fx.Node) -> bool:
-    """Not the gather of sums that an exchange made, which belongs to the tail of it."""
+    """Whether the node starts a reduction; the gather of an exchange's sums belongs to the exchange's tail instead."""
     return role_of(node) == "reduce" and purpose_of(node) != "gather"
 
 
 def _wait_at_once(edit: Edit) -> None:
-    """Each reduction's wait, and what follows from it, moves to just behind its start."""
+    """Moves each reduction's wait, and the nodes that follow from it, to just behind the reduction's start."""
     order = positions(edit.graph)
     for start in [node for node in edit.graph.nodes if _starts_a_reduction(node)]:
         tail = _tail(start, order)
@@ -199,9 +199,10 @@ def _wait_at_once(edit: Edit) -> None:
 
 
 def _wait_late(edit: Edit, in_flight: int, plan: Plan, room: Headroom | None) -> None:
-    """A reduction's wait, and what follows from it, moves to just before the start of the one ``in_flight`` later.
+    """Moves a reduction's wait, and what follows from it, to just before the start of the one ``in_flight`` later.
 
-    Along the shard axis first, with the reduction along the replicate axis that follows; then that one's wait.
+    Moves reductions along the shard axis first, with the following ones along the replicate axis; then the latter's
+    waits.
     """
     end = next((node for node in edit.graph.nodes if node.meta.get("phase") == "update"), edit.end)
     for axis in ("shard", "replicate"):
@@ -221,7 +222,7 @@ def _wait_late(edit: Edit, in_flight: int, plan: Plan, room: Headroom | None) ->
 
 
 def _while_free(start: fx.Node, tail: list[fx.Node], target: fx.Node, plan: Plan, room: Headroom) -> fx.Node:
-    """The node up to which what is reduced, and the copy that the wire needs of it, stay alive for nothing."""
+    """The node up to which the reduction's input, and the wire's copy of it, can stay alive at no cost."""
     taken = nbytes(start.all_input_nodes[0].meta["val"]) + on_wire(start, backend_of(plan.device))
     passed = room.until(tail[-1].next, target, taken)
     if passed:
@@ -232,7 +233,7 @@ def _while_free(start: fx.Node, tail: list[fx.Node], target: fx.Node, plan: Plan
 
 
 def _rows_of_blocks(graph: fx.Graph, order: dict[fx.Node, int]) -> list[tuple[fx.Node, fx.Node]]:
-    """In backward, the copies of the first and of the last block of units of several, in order."""
+    """For each unit of several blocks, in order, the copies of its first and last block in backward."""
     found: list[tuple[fx.Node, fx.Node]] = []
     if not graph.find_nodes(op="call_function", target=COPY, sort=False):
         return found
@@ -244,7 +245,7 @@ def _rows_of_blocks(graph: fx.Graph, order: dict[fx.Node, int]) -> list[tuple[fx
 
 
 def _before_rows(start: fx.Node) -> fx.Node:
-    """What lays the gradients of this reduction out by rows, in memory of its own; or the node itself."""
+    """The node that lays out this reduction's gradients by rows, in new memory; or the start itself."""
     node = start
     while role_of(node) in ("reduce", "pack", "scale", "flatten") and node.all_input_nodes:
         if node.target is torch.ops.aten._chunk_cat.default:
@@ -254,7 +255,7 @@ def _before_rows(start: fx.Node) -> fx.Node:
 
 
 def _tail(start: fx.Node, order: dict[fx.Node, int]) -> list[fx.Node]:
-    """The wait for a reduction, the one along the next axis with its wait, and what scales and casts, in backward."""
+    """A reduction's wait, the reduction along the next axis with its wait, and scalings and casts, in backward."""
     found: list[fx.Node] = []
     stack = [start]
     while stack:
@@ -269,7 +270,7 @@ def _tail(start: fx.Node, order: dict[fx.Node, int]) -> list[fx.Node]:
 
 
 def _prefetch(graph: fx.Graph, found: list[LiveRange], plan: Plan) -> tuple[int, str]:
-    """How many units ahead, and why."""
+    """How many units ahead to gather, and why."""
     wanted = plan.policy.prefetch
     room = plan.policy.limit - 1 if isinstance(plan.policy.limit, int) else MOST_AHEAD
     if not found:
@@ -290,7 +291,7 @@ def _prefetch(graph: fx.Graph, found: list[LiveRange], plan: Plan) -> tuple[int,
 
 
 def _exposed(entries: list[Entry], found: list[LiveRange], ahead: int, done: list[float], plan: Plan) -> float:
-    """Seconds that waits for gathers would take: one wire, which serves gathers in order."""
+    """Seconds of waiting for gathers, if one wire serves gathers in order."""
     places = _places(entries)
     free = waited = 0.0
     for live_range in found:

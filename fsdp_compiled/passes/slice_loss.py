@@ -10,14 +10,14 @@
     d_hidden = mm(d_logits, weight)                 d_weight += mm(t(d_logits), hidden[rows])
     d_weight = mm(t(d_logits), hidden)              d_bias += sum(d_logits)
 
-Whatever is made of logits row by row (`analysis.loss_head`), forward and backward, is made of a slice's: scales, caps,
-shifts by a token, sums over classes. One number a row is put together for all rows, and the rest of the loss stays as
-it is. A slice's gradient is made beside its loss, while its logits are there: no product is made twice. That takes the
-derivative by the loss before the loss is known, which in a step is a constant, or the factor of the loss's scale. Where
-it is made of the loss, or comes from outside (a model that returns its loss), slices' gradients are those of a
-derivative of 1, and what is made of them is multiplied by it in backward: as exact, but in float16, where small ones
-would be zeros. What is not recognised is refused: who asks for slices has no room for the whole. What is summed over
-slices is summed in another order, in float32 at least.
+Whatever is computed from the logits row by row (`analysis.loss_head`), in forward and backward, is computed from a
+slice: scales, caps, shifts by a token, sums over classes. Results of one number a row are joined for all rows, and the
+rest of the loss stays as it is. A slice's gradient is computed next to its loss, while its logits exist: no product is
+computed twice. That needs the derivative by the loss before the loss is known. In a step this derivative is a constant,
+or the loss scale's factor. Where it depends on the loss, or comes from outside (a model that returns its loss), the
+slices use a derivative of 1, and backward multiplies the results by the true one: as exact, except in float16, where
+small gradients would become zeros. A loss that is not recognised is refused: whoever asks for slices has no room for
+the whole. Sums over slices are added in another order than before, in float32 at least.
 """
 
 from __future__ import annotations
@@ -74,12 +74,12 @@ def _refuse(reason: str, plan: Plan) -> NoReturn:
 
 
 class Slices:
-    """Puts slices in the place of the whole."""
+    """Replaces the whole computation by slices."""
 
     def __init__(self, edit: Edit, head: Head, rows: int) -> None:
         self.edit, self.head, self.rows = edit, head, rows
         self.total = len(head.chosen)
-        self.ends = head.product.next  # before which all is written
+        self.ends = head.product.next  # everything is inserted before it
         self.early = EarlyValues(edit, head.known, head.losses, self.ends)
         self.flat: dict[tuple[fx.Node, int | None], fx.Node] = {}
         self.counted: dict[fx.Node, tuple[fx.Node, fx.Node]] = {}
@@ -124,7 +124,7 @@ class Slices:
             )
 
     def _rows_of_hidden(self) -> fx.Node:
-        """Those that the loss reads, in its order."""
+        """The rows of the hidden states that the loss reads, in its order."""
         head, edit = self.head, self.edit
         if not head.cut:
             return head.hidden  # type: ignore[no-any-return]
@@ -145,7 +145,7 @@ class Slices:
     def _write_slice(
         self, hidden: fx.Node, made: list[fx.Node], sums: dict[fx.Node, fx.Node], parts: dict[fx.Node, list[fx.Node]]
     ) -> None:
-        """Adds what this slice has to sums, and to parts of what has rows."""
+        """Adds this slice's results to the sums, or to the parts of results that have rows."""
         edit, head = self.edit, self.head
         product = head.product
         bias = product.args[:1] if product.target is aten.addmm.default else ()
@@ -191,7 +191,7 @@ class Slices:
                 _add(edit, sums, found, value)
 
     def _count(self, loss: fx.Node) -> tuple[fx.Node, fx.Node]:
-        """What a mean divides by: how many targets count, or the sum of their classes' weights; and the targets."""
+        """The divisor of a mean: how many targets count, or the sum of their classes' weights; and the targets."""
         edit = self.edit
         _, targets, weight, _, ignored = loss.args
         dtype = loss.args[0].meta["val"].dtype  # type: ignore[union-attr]
@@ -204,7 +204,7 @@ class Slices:
         return edit.call(aten.sum.default, edit.call(aten.mul.Tensor, weights, counts), dtype=dtype), there
 
     def _value(self, node: fx.Node, of: Layout) -> fx.Node:
-        """Of this slice: ``[rows]``, ``[rows, 1]`` or ``[rows, classes]``."""
+        """The node's value for this slice: ``[rows]``, ``[rows, 1]`` or ``[rows, classes]``."""
         edit, target, values = self.edit, node.target, self.values
         args, kwargs = node.args, dict(node.kwargs)
         first = values.get(args[0])  # type: ignore[arg-type]
@@ -247,7 +247,7 @@ class Slices:
         )  # fmt: skip
 
     def _given(self, value: Any, of: Layout) -> Any:
-        """An argument of a call that gives a value of this layout."""
+        """The argument, for this slice, of a call whose result has this layout."""
         if not isinstance(value, fx.Node):
             return value
         if value in self.values:
@@ -271,7 +271,7 @@ class Slices:
         return edit.call(aten.slice.Tensor, self.flat[value, of.last], 0, self.start, self.end)
 
     def _wide(self, value: fx.Node, of: Layout) -> fx.Node:
-        """What has all classes of all rows, and is made of something smaller."""
+        """This slice of a value that has all classes of all rows, but is made of something smaller."""
         edit = self.edit
         shape = [self.end - self.start, self.head.classes]
         if value.target is aten.expand.default:
@@ -284,7 +284,7 @@ class Slices:
         raise Unlike(f"{value.name} has all classes of all rows, too")
 
     def _joined(self, node: fx.Node, parts: list[fx.Node]) -> fx.Node:
-        """What has rows, whole."""
+        """The slices' parts joined, for a result that has rows."""
         edit, head = self.edit, self.head
         found = edit.call(aten.cat.default, parts) if len(parts) > 1 else parts[0]
         if node in head.exits:
@@ -298,7 +298,7 @@ class Slices:
         return found
 
     def _summed(self, node: fx.Node, value: fx.Node) -> fx.Node:
-        """In the form of what it takes the place of."""
+        """The sum, with the dtype and shape of the node that it replaces."""
         edit = self.edit
         for loss, (counted, _) in self.counted.items():
             if node in loss.users and loss.args[3] == MEAN:
@@ -310,7 +310,7 @@ class Slices:
 
 
 def _add(edit: Edit, sums: dict[fx.Node, fx.Node], node: fx.Node, part: fx.Node) -> None:
-    """To what is summed for this node so far, in float32 at least."""
+    """Adds the part to this node's sum so far, in float32 at least."""
     dtype = part.meta["val"].dtype
     wide = torch.promote_types(dtype, torch.float32)
     if wide != dtype:

@@ -13,11 +13,11 @@
     d_down = mm(t(gelu_3), d_y)           gelu_3' = restored(back, there)
                                           d_down = mm(t(gelu_3'), d_y)
 
-A copy starts behind forward's last use, and is waited for before the copy `AHEAD` after it starts, at the latest where
-forward ends: so many values at most are in device memory for their copy alone. On the way back a copy starts where the
-value `AHEAD` before it has come, at the earliest where backward begins. Which values, `runtime.programs.
-memory_budget` chooses (`saved_values.storable`). It runs behind all that moves compute, and before `limit`; a value
-that nothing in backward reads any more stays. A copy is exact: no number changes.
+A copy starts behind forward's last use. It is waited for before the start of the copy `AHEAD` after it, at the latest
+where forward ends: so at most that many values are in device memory for their copy alone. On the way back a copy starts
+where the value `AHEAD` before it has arrived, at the earliest where backward begins. `runtime.programs.memory_budget`
+chooses the values (`saved_values.storable`). The pass runs after all passes that move compute, and before `limit`. A
+value that backward no longer reads stays. A copy is exact: no number changes.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def store_saved(names: Collection[str]) -> Callable[[Program, Plan], Program]:
 
 
 def _store(edit: Edit, values: list[Kept]) -> dict[fx.Node, fx.Node]:
-    """Puts the values into rooms; the rooms where they have arrived, by value."""
+    """Copies the values to rooms; returns, for each value, the room once the copy has arrived."""
     end = next(node for node in edit.graph.nodes if node.meta.get("phase", "forward") != "forward")
     places = [one.last.next for one in values]
     sent, stored = [], {}
@@ -71,7 +71,7 @@ def _store(edit: Edit, values: list[Kept]) -> dict[fx.Node, fx.Node]:
 
 
 def _restore(edit: Edit, values: list[Kept], stored: dict[fx.Node, fx.Node], plan: Plan) -> None:
-    """Has backward read what came back from the rooms."""
+    """Makes backward read the values that are copied back from the rooms."""
     start = next(node for node in edit.graph.nodes if node.meta.get("phase", "forward") != "forward")
     places = [one.readers[0] for one in values]
     waits: list[fx.Node] = []
@@ -85,7 +85,7 @@ def _restore(edit: Edit, values: list[Kept], stored: dict[fx.Node, fx.Node], pla
 
 
 def _read(edit: Edit, one: Kept, value: fx.Node) -> None:
-    """Views are made again of the value that came back."""
+    """Replaces the value by the one that came back, and repeats its views."""
     made = {one.value: value}
     for reader in one.readers:
         for wanted in [source for source in reader.all_input_nodes if source in one.aliases]:

@@ -7,15 +7,16 @@
                                 ...
                                 shard.addcdiv_(exp_avg, ...)
 
-A parameter that the loss never reaches has no gradient, and its optimizer would leave it alone, weight decay included;
-in a flat buffer it has a gradient of zeros, and is put back afterwards, with its state. A group of which no parameter
-is reached makes no step.
+A parameter that the loss never reaches has no gradient, and its optimizer would leave it alone, weight decay included.
+In a flat buffer it has a gradient of zeros, so it is put back afterwards, with its state. A group with no parameter
+that the loss reaches makes no step.
 
-The gradient of an optimizer that runs as it is (`Rule.eagerly`) leaves the program, for the optimizer to read.
+Where an optimizer runs its own code (`Rule.eagerly`), the gradient leaves the program, for the optimizer to read.
 
-The operators are those of the optimizer's own code, traced by `fsdp_compiled.optim.tracing`. What depends on the step
-count and the hyperparameters alone is computed once a group. A parameter that the loss does not reach keeps its value
-and state, as a parameter whose ``grad`` is None does in eager PyTorch: its places are put back after the update.
+The operators are those of the optimizer's own code, traced by `fsdp_compiled.optim.tracing`. Values that depend only on
+the step count and the hyperparameters are computed once a group. A parameter that the loss does not reach keeps its
+value and state, as a parameter whose ``grad`` is None does in eager PyTorch: its elements are put back after the
+update.
 
 `count_updates` counts updates as a part of the step's state: ``step += 1``, or under a loss scale ``step += not
 overflow``.
@@ -83,7 +84,7 @@ def _is_idle(edit: Edit, buffer: Buffer) -> bool:
 
 
 def _shares(rule: Rule) -> bool:
-    """Whether it counts in numbers of the group or the optimizer, which its code moves on with no gradient, too."""
+    """Whether it counts in numbers of the group or optimizer, which its code advances even without a gradient."""
     shared = [entry.name for entry in rule.state if entry.scalar and entry not in rule.numbers]
     if shared and rule.counts:
         raise ValueError(
@@ -95,19 +96,19 @@ def _shares(rule: Rule) -> bool:
 
 
 class _Shared:
-    """The 0-d tensors that a group has once, and what is computed of them alone.
+    """The 0-d tensors that a group has once, and the values that are computed from them alone.
 
-    A call is known by its operator, by what it reads (each value as it was after so many writes), and by how many like
-    it came before. Not by its place in a rule's graph: the graphs of two dtypes differ.
+    A call is identified by its operator, by what it reads (each value after a certain number of writes), and by the
+    number of like calls before it. Not by its place in a rule's graph: the graphs of two dtypes differ.
     """
 
     def __init__(self) -> None:
         self.calls: dict[Hashable, fx.Node] = {}
-        self.writers: dict[fx.Node, list[fx.Node]] = defaultdict(list)  # by value, what wrote it, in order
+        self.writers: dict[fx.Node, list[fx.Node]] = defaultdict(list)  # the nodes that wrote each value, in order
         self.kept: dict[tuple[fx.Node, int], fx.Node] = {}  # what a value was before a write
 
     def at(self, edit: Edit, node: fx.Node, written: int, mark: Mark) -> fx.Node:
-        """The value as it was after so many writes."""
+        """The value after this number of writes."""
         value = origin(node)
         if written == len(self.writers[value]):
             return node
@@ -118,8 +119,8 @@ class _Shared:
 
 
 def _inline(edit: Edit, rule: Rule, buffer: Buffer, plan: Plan, gradient: fx.Node, shared: _Shared) -> None:
-    """Copies the rule's graph in, for this buffer, but for what the group has. Raises ``ValueError`` where this graph
-    writes what the group has otherwise than an earlier one did."""
+    """Copies the rule's graph into the program for this buffer, except what the group already has. Raises
+    ``ValueError`` where this graph writes the group's values in another way than an earlier graph did."""
     size = gradient.meta["val"].numel()
     graph = rule.trace(size, buffer.dtype, plan.device)
     bound = [_bind(edit, rule, buffer, plan, given, size, gradient) for given in rule.inputs]

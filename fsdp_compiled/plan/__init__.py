@@ -1,6 +1,7 @@
 """The plan: which parameters are gathered together, and where every element lies. Arithmetic, no graphs.
 
-Called, ``fsdp_compiled.plan(...)`` is `fsdp_compiled.runtime.plan_search.plan`, which asks before there are any ranks.
+Called as a function, ``fsdp_compiled.plan(...)`` is `fsdp_compiled.runtime.plan_search.plan`, which plans before there
+are any ranks.
 """
 
 import importlib
@@ -10,7 +11,7 @@ from typing import Any
 
 
 class _Plan(ModuleType):
-    """A package that can be called: the function has its name."""
+    """A package that can be called like the function of the same name."""
 
     def __call__(self, *args: Any, **options: Any) -> Any:
         return importlib.import_module("fsdp_compiled.runtime.plan_search").plan(*args, **options)

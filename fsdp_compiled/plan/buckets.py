@@ -3,22 +3,22 @@
     blocks     root 6.0 | layers.0 0.2 | layers.1 0.2 | ... | layers.23 0.2        MiB, bucket_mb=1.2
     units      root/0 1.0 | root/1 5.0 | layers.0-5 1.2 | ... | layers.18-23 1.2
 
-A collective costs a latency besides its bytes, so many small ones waste the network; a large one is waited for as a
-whole and gathered as a whole. What is merged stays in the order of registration, which is the order of use in most
+A collective has a latency besides the time for its bytes, so many small ones waste the network. A large one is gathered
+and waited for as a whole. Merged parameters stay in the order of registration, which is the order of use in most
 models. Packing starts at the end, so that a unit that remains small is the first: forward waits for it with nothing to
 hide it, and in backward its reduction is the last. Where a size is given, a root of next to nothing (a final norm, a
-small embedding) goes with it.
+small embedding) joins the first unit.
 
-What is merged is in memory as a whole, as are its gradients until they are sent, where FSDP2 has one block and the next
-there. So that the step takes no more memory than FSDP2's, ``"auto"`` merges at most a part of the model (`MOST_UNITS`),
-and never the root, which would keep what it is merged with gathered throughout. Inductor keeps less for backward, so
-that the peak comes late and there is room for more. PyTorch's own kernels keep as much as FSDP2's: memory is at its
-highest where forward ends and backward begins, and what is used there, `apart_of`, stays as it is.
+A merged unit is in memory as a whole, and so are its gradients until they are sent, where FSDP2 holds one block and the
+next. So that the step takes no more memory than FSDP2's, ``"auto"`` merges at most a part of the model (`MOST_UNITS`),
+and never the root, which would keep the units merged with it gathered throughout. Inductor keeps less for backward, so
+the peak comes late and there is room for more. PyTorch's own kernels keep as much as FSDP2's: memory is at its highest
+where forward ends and backward begins, and the blocks that are used there (`apart_of`) stay as they are.
 
-The root's parameters are used at the model's two ends: as one unit, an embedding is gathered and reduced where the head
-is. So it is cut between its large parameters, each with the small ones beside it; not in a model so small that a part
-would be less than an efficient message, nor along tp, where ranks that hold parts of other sizes would cut it in other
-places.
+The root's parameters are used at both ends of the model: as one unit, the embedding would be gathered and reduced with
+the head. So the root is cut between its large parameters, each with the small ones beside it. It is not cut in a model
+so small that a part would be less than an efficient message, nor along tp, where ranks with parts of different sizes
+would cut it at different places.
 
 Where nothing is gathered (``"ddp"``), blocks mean nothing to the network, and parameters are packed into buckets, as
 DistributedDataParallel does it; ``bucket.0`` holds the last of them and is reduced first.
@@ -34,9 +34,9 @@ from fsdp_compiled.plan.units import ROOT
 MIB = 2**20
 EFFICIENT = 8.0  # transfer time over latency: at 8, a collective runs at 89% of the bandwidth
 DDP_MIB = 25.0  # DistributedDataParallel's default bucket
-MOST_UNITS = {"eager": 6, "inductor": 4}  # merging by itself never makes a unit larger than this part of the model
+MOST_UNITS = {"eager": 6, "inductor": 4}  # automatic merging: a unit is at most one in so many parts of the model
 MOST_MIB = 128.0  # nor larger than this, however long a ring of very many ranks takes
-MOST_BUCKETS = 2  # the same, where nothing is gathered
+MOST_BUCKETS = 2  # as `MOST_UNITS`, where nothing is gathered
 
 
 def target(
@@ -51,8 +51,8 @@ def target(
 ) -> tuple[float, float, str]:
     """``(merge, split, reason)``: neighbours are merged up to ``merge`` bytes, units over ``split`` bytes are cut.
 
-    ``blocks`` and ``sizes``: of each parameter, its block and its bytes on the wire. ``most``: merging by itself never
-    makes a unit larger than this part of the model, nor than `MOST_MIB`. ``stride``: of these ranks among all.
+    ``blocks`` and ``sizes``: each parameter's block, and its bytes on the wire. ``most``: automatic merging makes no
+    unit larger than one in so many parts of the model, nor than `MOST_MIB`. ``stride``: of these ranks among all.
     """
     total = sum(sizes)
     if world == 1:
@@ -78,8 +78,8 @@ def target(
 
 
 def apart_of(wanted: float | str, lower: str, sizes: Sequence[int]) -> float | None:
-    """Bytes of blocks at the model's end that are not merged, nor is the root with others; None where a size is given,
-    which nothing is apart from."""
+    """How many bytes of blocks at the model's end are not merged; then the root is not merged either. None where
+    ``bucket_mb`` is a number: nothing is set apart then."""
     if wanted != "auto":
         return None
     return sum(sizes) / MOST_UNITS[lower] if lower == "eager" else 0.0
@@ -94,8 +94,8 @@ def regroup(
     apart: float | None = None,
     cut_root: bool = False,
 ) -> list[str]:
-    """The unit of each parameter. ``blocks``, ``sizes``: as `target` has them, in registration order; ``apart``: as
-    `apart_of` has it; ``cut_root``: that a root of several large parameters is no one unit."""
+    """The unit of each parameter. ``blocks``, ``sizes``: as in `target`, in registration order; ``apart``: from
+    `apart_of`; ``cut_root``: whether to cut a root that has several large parameters."""
     if not gathered:
         if merge == 0:
             return list(blocks)
@@ -131,7 +131,7 @@ def regroup(
 
 
 def _last(members: Mapping[str, Sequence[int]], sizes: Sequence[int], apart: float) -> set[str]:
-    """The blocks at the end, the root left out, as many as weigh no more together."""
+    """The last blocks, without the root, that together weigh no more than ``apart`` bytes."""
     found: set[str] = set()
     for name in reversed([name for name in members if name != ROOT]):
         apart -= sum(sizes[index] for index in members[name])
@@ -142,10 +142,10 @@ def _last(members: Mapping[str, Sequence[int]], sizes: Sequence[int], apart: flo
 
 
 def _with_slight_root(units: dict[str, list[int]], sizes: Sequence[int], merge: float) -> dict[str, list[int]]:
-    """The units, where a root that weighs less than a collective's latency has joined the first of the others.
+    """The units. A root of at most ``merge / EFFICIENT`` bytes is merged with the first of the others.
 
-    Forward begins with both and backward ends with both. The other then stays gathered as long as the root does, which
-    is until backward is through with the model's end; so it is one that is no larger than ``merge``.
+    Forward begins with both and backward ends with both. The other unit then stays gathered as long as the root does,
+    until backward is through with the model's end. So it must be no larger than ``merge``.
     """
     first = next((name for name in units if name != ROOT), None)
     if ROOT not in units or first is None:
@@ -158,7 +158,7 @@ def _with_slight_root(units: dict[str, list[int]], sizes: Sequence[int], merge: 
 
 
 def _pack(items: Sequence[Sequence[int]], sizes: Sequence[int], capacity: float) -> list[list[int]]:
-    """Neighbouring items in runs of at most ``capacity`` bytes, filled from the end, evenly if that takes no more."""
+    """Neighbours in runs of at most ``capacity`` bytes, filled from the end; in even runs if there need be no more."""
     runs = _fill(items, sizes, capacity)
     total = sum(sizes[index] for item in items for index in item)
     even = _fill(items, sizes, min(capacity, total / max(len(runs), 1)))
@@ -193,7 +193,7 @@ def name_of(names: Sequence[str]) -> str:
 
 
 def _spread(count: int, units: dict[str, list[int]]) -> list[str]:
-    """The unit of each parameter, from the parameters of each unit."""
+    """The unit of each parameter, made from the parameters of each unit."""
     found = [""] * count
     for name, indices in units.items():
         for index in indices:

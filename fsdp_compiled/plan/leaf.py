@@ -1,4 +1,4 @@
-"""One parameter as a plan sees it before it has a place: names, shape, layout in memory, parameter group."""
+"""One parameter, as a plan sees it before it has a place: names, shape, layout in memory, optimizer group."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-# What a class has that computes as `torch.Tensor` does.
+# The methods of a class that computes as `torch.Tensor` does.
 ORDINARY = (
     vars(torch.Tensor)["__torch_function__"], vars(nn.Parameter)["__torch_function__"],
     vars(torch.Tensor)["__torch_dispatch__"],
 )  # fmt: skip
 
-# What FSDP2 asks a class for: what travels of a parameter, and what comes of it.
+# The methods of FSDP2's extension protocol: what is sent of a parameter, and what is made of it.
 PROTOCOL = ("fsdp_pre_all_gather", "fsdp_post_all_gather")
 
 
 def check_modules(model: nn.Module) -> None:
-    """Raises ``ValueError`` for a part that is TorchScript, whose parameters cannot be replaced."""
+    """Raises ``ValueError`` for a TorchScript module, whose parameters cannot be replaced."""
     for path, module in model.named_modules():
         if isinstance(module, torch.jit.ScriptModule):
             raise ValueError(
@@ -32,7 +32,7 @@ def check_modules(model: nn.Module) -> None:
 
 
 def check_gradient(where: str, parameter: torch.Tensor) -> None:
-    """Raises ``ValueError`` for a parameter whose gradients are to be kept in another dtype than its own."""
+    """Raises ``ValueError`` for a parameter whose gradients should have another dtype than the parameter."""
     wanted = getattr(parameter, "grad_dtype", None)
     if wanted not in (None, parameter.dtype):
         raise ValueError(
@@ -43,8 +43,8 @@ def check_gradient(where: str, parameter: torch.Tensor) -> None:
 
 
 def check_class(where: str, tensor: torch.Tensor, parameter: bool = True) -> None:
-    """Raises ``ValueError`` for a tensor whose class computes in its own way, or says what travels of it: in its place,
-    a program would have an ordinary one. Quantized weights are such (torchao, bitsandbytes)."""
+    """Raises ``ValueError`` for a tensor whose class computes in its own way, or decides what is sent of it: a program
+    would treat it as an ordinary tensor. Quantized weights have such classes (torchao, bitsandbytes)."""
     kind = type(tensor._local_tensor if isinstance(tensor, DTensor) else tensor)
     if own := own_mathematics(kind):
         cure = ""
@@ -60,7 +60,7 @@ def check_class(where: str, tensor: torch.Tensor, parameter: bool = True) -> Non
 
 
 def own_mathematics(kind: type) -> tuple[str, ...]:
-    """The functions of a tensor's class by which it computes, or travels, otherwise than a tensor does."""
+    """The functions of a tensor's class that make it compute, or be sent, in another way than an ordinary tensor."""
     if kind in (torch.Tensor, nn.Parameter, DTensor) or kind.__module__.startswith("fsdp_compiled."):
         return ()
     own = [name for name in PROTOCOL if hasattr(kind, name)]
@@ -73,14 +73,14 @@ def own_mathematics(kind: type) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class TensorParallel:
-    """How a parameter that is a DTensor lies along the tp axis: ``dim`` is cut into ``parts``, or nothing is.
+    """How a DTensor parameter lies along the tp axis: ``dim`` is cut into ``parts``; None: each rank has the whole.
 
-    Cut as ``torch.chunk`` cuts: where ``parts`` do not divide the dim, the last parts are smaller, or empty. What each
-    rank lays into its buffers is as large as the first part, with zeros at its end.
+    The cut is that of ``torch.chunk``: where ``parts`` do not divide the dim, the last parts are smaller, or empty. In
+    a rank's buffers every part takes the room of the first one, with zeros at its end.
     """
 
     dim: int | None
-    shape: tuple[int, ...]  # of the whole
+    shape: tuple[int, ...]  # of the whole parameter
     parts: int = 1
 
     @property
@@ -89,11 +89,11 @@ class TensorParallel:
 
     @property
     def part_shape(self) -> tuple[int, ...]:
-        """Of the first part: what each rank lays into its buffers."""
+        """The shape of the first part, which is also what each rank lays into its buffers."""
         return tuple(-(-size // self.parts) if dim == self.dim else size for dim, size in enumerate(self.shape))
 
     def own(self, index: int) -> int:
-        """How much of the dim the rank at this place has."""
+        """The size of the dim on the rank at this place."""
         assert self.dim is not None
         each = self.part_shape[self.dim]
         return min(max(self.shape[self.dim] - index * each, 0), each)
@@ -115,7 +115,7 @@ class Leaf:
     block: str
     tp: TensorParallel | None = None  # shape and stride are of the first part; None: a plain tensor, which is whole
     owned: bool = False  # one rank along the shard axis updates the whole of it (`owners`)
-    shard_dim: int = 0  # by rows (`rows`): the dim that ranks along the shard axis divide
+    shard_dim: int = 0  # the dim that ranks along the shard axis divide, where the layout is by rows (`rows`)
 
     @property
     def numel(self) -> int:
@@ -123,7 +123,7 @@ class Leaf:
 
     @property
     def split(self) -> bool:
-        """Whether ranks along the tp axis have parts of it."""
+        """Whether each rank along the tp axis has a part of it."""
         return self.tp is not None and self.tp.dim is not None
 
     @property
@@ -139,22 +139,22 @@ class Leaf:
         return tuple(sorted(contiguous, key=lambda dim: -self.stride[dim]))
 
     def chunk(self, ranks: int) -> tuple[int, ...]:
-        """The shape of the rows that each of so many ranks has, as ``torch.chunk`` deals them out, with what fills up
-        the last ones."""
+        """The shape of each rank's rows when ``torch.chunk`` deals them out, padding of the last ranks included."""
         return tuple(-(-size // ranks) if dim == self.shard_dim else size for dim, size in enumerate(self.shape))
 
     def in_shape(self, flat: torch.Tensor) -> torch.Tensor:
-        """``[numel]``, in the parameter's memory order -> the view in its shape."""
+        """A view in the parameter's shape of ``[numel]`` elements in its memory order."""
         if (order := self.order) == tuple(range(len(order))):
             return flat.view(self.shape)
         return flat.view([self.shape[dim] for dim in order]).permute([order.index(dim) for dim in range(len(order))])
 
     def in_memory_order(self, value: torch.Tensor) -> torch.Tensor:
-        """The other way round."""
+        """The inverse of `in_shape`."""
         return value.permute(self.order).reshape(-1)
 
     def at(self, flat: torch.Tensor, offset: int) -> torch.Tensor:
-        """`in_shape` of what begins there in a flat tensor: one view, where its slice would be another."""
+        """`in_shape` of the elements from ``offset`` on in a flat tensor: a single view, instead of a slice and a
+        view."""
         return flat.as_strided(self.shape, self.stride, flat.storage_offset() + offset)
 
 
@@ -168,7 +168,7 @@ def contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
 
 
 def dense_stride(shape: Sequence[int], stride: Sequence[int]) -> tuple[int, ...]:
-    """These strides where they are a permutation of contiguous ones without gaps, contiguous ones where not."""
+    """These strides if they are a permutation of contiguous ones without gaps; otherwise the contiguous ones."""
     size = 1
     for dim in sorted(range(len(shape)), key=lambda dim: (stride[dim], shape[dim])):
         if shape[dim] > 1 and stride[dim] != size:

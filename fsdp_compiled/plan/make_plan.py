@@ -1,4 +1,4 @@
-"""Makes the plan: which parameters make a unit, and where each lies in its unit's flat buffers."""
+"""Makes the plan: which parameters form a unit, and where each lies in its unit's flat buffers."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from fsdp_compiled.plan.owners import laid_out
 from fsdp_compiled.plan.plan import Buffer, Plan, Slot, Unit
 from fsdp_compiled.policy import Policy
 
-ALIGNMENT = 128  # bytes: where a parameter may start, so that vector loads of any width are aligned
-SLICE = 16  # bytes: what a rank's slice is a multiple of
-SCALED = 128  # elements that have a scale in common on the wire (`Policy.wire`), as `kernels.reference` has it
+ALIGNMENT = 128  # bytes: a parameter starts at a multiple of it, so that vector loads of any width are aligned
+SLICE = 16  # bytes: a rank's slice is a multiple of it
+SCALED = 128  # elements that share a scale on the wire (`Policy.wire`), as in `kernels.reference`
 
 
 def _round_up(value: int, multiple: int) -> int:
@@ -24,22 +24,22 @@ def _round_up(value: int, multiple: int) -> int:
 
 
 def _lay_out(unit: str, key: str, leaves: Sequence[Leaf], world: int, scaled: int) -> Buffer:
-    """End to end, each at an aligned place; padded to whole slices. ``scaled``: elements that share a scale on the
-    wire, which are of one parameter and of one rank."""
+    """Lays parameters end to end, each at an aligned place, and pads to whole slices. ``scaled``: how many elements
+    share a scale on the wire; they must be of one parameter and of one rank."""
     first = leaves[0]
     itemsize = first.dtype.itemsize
     slots, end = [], 0
     for leaf in leaves:
         slots.append(Slot(leaf, _round_up(end, max(ALIGNMENT // itemsize, scaled))))
         end = slots[-1].end
-    numel = _round_up(max(end, 1), world * max(SLICE // itemsize, scaled))  # nothing is a collective of nothing
+    numel = _round_up(max(end, 1), world * max(SLICE // itemsize, scaled))  # a collective of nothing is not possible
     return Buffer(key, unit, first.dtype, first.trainable, first.group, tuple(slots), numel, split=first.split)
 
 
 def _order(leaves: Sequence[Leaf], plan: Plan, place: int) -> Sequence[Leaf]:
-    """Of one buffer, at its place among the units: as given, but for what ranks own whole (`laid_out`). Every other one
-    is laid out from its end: what a rank has more of in one of two equal blocks it has less of in the other, so that
-    owners with as much to do as others hold the most of theirs."""
+    """The order of one buffer's parameters: as given, except where owners update all of them whole (`laid_out`).
+    ``place``: of its unit. Every other unit is laid out in reverse: of two equal blocks, a rank then has more of a
+    parameter in one and less of it in the other, so that owners with equal work hold the most of what they own."""
     if plan.shard == 1 or not plan.placement.state or not all(leaf.owned for leaf in leaves):
         return leaves
     order = laid_out([leaf.numel for leaf in leaves], plan.shard)
@@ -48,7 +48,7 @@ def _order(leaves: Sequence[Leaf], plan: Plan, place: int) -> Sequence[Leaf]:
 
 def _wire_bytes(leaf: Leaf, policy: Policy) -> int:
     if policy.wire and leaf.dtype.is_floating_point:
-        return leaf.numel  # and a scale now and then
+        return leaf.numel  # the scales are left out
     dtype = policy.precision.param_dtype if leaf.dtype.is_floating_point else None
     return leaf.numel * (dtype or leaf.dtype).itemsize
 
@@ -64,11 +64,11 @@ def make_plan(
 ) -> Plan:
     """Groups the leaves, given in registration order, into units and lays their buffers out.
 
-    Which blocks make a unit is chosen by `Policy.bucket_mb`, and said in the plan's notes. ``machine``: another than
-    the device is taken for.
+    `Policy.bucket_mb` decides which blocks form a unit; the plan's notes say how. ``machine``: the hardware to plan
+    for, instead of the device's.
 
-    Registration order is kept inside a buffer, because the place of an element decides the order in which a ring
-    reduction sums it, and so its last bits. Only where parameters are updated whole is another taken (`laid_out`).
+    A buffer keeps the registration order, because an element's place decides the order in which a ring reduction sums
+    it, and so its last bits. Only a buffer of parameters that are updated whole has another order (`laid_out`).
     """
     machine = machine or machine_of(device, policy.network, tp)
     gathered = policy.placement.parameter and shard > 1
@@ -79,7 +79,7 @@ def make_plan(
     if gathered and apart:
         reason += ", and the last as they are"
     by_unit: dict[str, dict[tuple[torch.dtype, bool, int | None, bool], list[Leaf]]] = {}
-    efficient = most * merge < sum(sizes)  # else messages are small as it is
+    efficient = most * merge < sum(sizes)  # otherwise messages are small anyway
     grouped = regroup(blocks, sizes, merge, split, gathered, apart, cut_root=efficient and tp == 1)
     for leaf, unit in zip(leaves, grouped, strict=True):
         kind = (leaf.dtype, leaf.trainable, leaf.group if leaf.trainable else None, leaf.split)

@@ -1,26 +1,27 @@
-"""Deals out to ranks, by cost, the parameters whose update needs the whole of them.
+"""Assigns parameters that must be updated whole to ranks, by cost.
 
     costs 9 4 4 1 on two ranks  ->  0 1 1 1        9, and 4 + 4 + 1
 
-The costliest goes first, to the rank that has the least (longest processing time first, Graham 1969): no rank has more
-than 4/3 of what the best division gives the busiest one.
+The costliest parameter goes first, to the rank with the least work (longest processing time first, Graham 1969): no
+rank has more than 4/3 of what the best division gives the busiest one.
 
-What an owner has already is not sent to it. So the parameters of a buffer are laid out with few of them cut where one
-rank's slice ends, and each goes to the rank that has the most of it, where that gives no rank more to do:
+An owner need not be sent the elements it already has. So a buffer's parameters are laid out so that few of them are cut
+at the end of a rank's slice. Each parameter goes to the rank that has the most of it, unless that gives the busiest
+rank more work:
 
     sizes 4 4 3 1 on two ranks     4444 44 | 44 333 1       as given: the second is cut
     as they are laid out           4444 1 3 | 33 4444       the third alone is
 
-`rounds` is the order in which owners update what they own, so that messages travel while they compute:
+`rounds` is the order in which owners update their parameters, so that messages travel while they compute:
 
     one round     to owners ==== | step on all             | back ==
     in rounds     step on what its owner has, some | step on what came | step on the rest | word
                   to owners ============           |                   | back ========
 
-What its owner has all of is in no message: it is updated first, and last, and what is sent in between, in one chunk or
-in several. That is the same on every rank, and chosen by what each takes on the rough figures of `hardware`. Whether
-all went well is said at the end, and nothing that was sent is written before: in the last message back, or where the
-last round sends none, in one of its own, which is what rounds cost.
+A parameter that lies entirely on its owner needs no message: such parameters are updated first and last. Those that are
+sent are updated in between, in one chunk or in several. The choice is the same on every rank, by estimated times from
+the rough figures of `hardware`. Whether all went well is said at the end, and nothing that was sent is written before.
+It is said in the last message back or, if the last round sends none, in a message of its own: the price of rounds.
 """
 
 from __future__ import annotations
@@ -35,9 +36,9 @@ from fsdp_compiled.plan.hardware import Cluster
 
 
 def update_cost(shape: Sequence[int]) -> float:
-    """What updating it costs, in a unit of its own: products of a matrix with itself, along its shorter side.
+    """The cost of an update, in a unit of its own: of products of a matrix with itself, along its shorter side.
 
-    That is Newton-Schulz's, and by and large that of inverse roots; other shapes are updated element by element.
+    This is the cost of Newton-Schulz, and roughly of inverse roots; other shapes are updated element by element.
     """
     if len(shape) < 2:
         return float(math.prod(shape) or 1)
@@ -46,7 +47,7 @@ def update_cost(shape: Sequence[int]) -> float:
 
 
 def dealt(costs: Sequence[float], ranks: int, held: Sequence[Sequence[int]] | None = None) -> list[int]:
-    """Who has each, so that all have about as much to do. ``held``: how much of each lies on every rank."""
+    """The owner of each parameter, so that all have about as much work. ``held``: how much of each is on every rank."""
     found, most = _dealt(costs, ranks, [[0] * ranks] * len(costs), math.inf)
     if held is None:
         return found
@@ -55,7 +56,8 @@ def dealt(costs: Sequence[float], ranks: int, held: Sequence[Sequence[int]] | No
 
 
 def _dealt(costs: Sequence[float], ranks: int, held: Sequence[Sequence[int]], most: float) -> tuple[list[int], float]:
-    """Who has each, and what the busiest has to do. Who holds the more of it goes first, if it stays at ``most``."""
+    """The owner of each parameter, and the busiest rank's work. Among ranks whose work stays within ``most``, the owner
+    is the one that holds most of the parameter."""
     load = [0.0] * ranks
     found = [0] * len(costs)
     for index in sorted(range(len(costs)), key=lambda index: -costs[index]):
@@ -69,10 +71,10 @@ def _dealt(costs: Sequence[float], ranks: int, held: Sequence[Sequence[int]], mo
 
 
 def laid_out(sizes: Sequence[int], ranks: int) -> list[int]:
-    """The order, end to end, in which the ends of the ranks' equal slices cut few of these, and those near an end.
+    """An order in which the ends of the ranks' equal slices cut few parameters, and cut those near one of their ends.
 
-    A slice is filled with the largest that fits into its rest. Where none does, the one is cut of which the smaller
-    part is the smallest.
+    A slice is filled with the largest parameter that fits into the rest of it. If none fits, it cuts the one whose
+    smaller part is the smallest.
     """
     each = sum(sizes) / ranks
     left = sorted(range(len(sizes)), key=lambda index: -sizes[index])
@@ -89,13 +91,13 @@ def laid_out(sizes: Sequence[int], ranks: int) -> list[int]:
     return order
 
 
-FLOPS = 30  # of Newton-Schulz's five steps, for each of `owners.update_cost`
-CHUNKS = (1, 2, 4)  # of what is sent
-BEFORE = 2 / 3  # of what is not: gradients and parameters go to owners, parameters alone come back
+FLOPS = 30  # of Newton-Schulz's five steps, for each unit of `owners.update_cost`
+CHUNKS = (1, 2, 4)  # how many chunks the sent parameters may be updated in
+BEFORE = 2 / 3  # the share of the parameters without messages updated first: more bytes go to owners than come back
 
 
 class Update(NamedTuple):
-    """Of one parameter: who makes it, what it costs, the bytes of it that the others have."""
+    """One parameter's update: its owner, its cost, and the bytes that its owner does not have."""
 
     owner: int
     cost: float
@@ -103,7 +105,7 @@ class Update(NamedTuple):
 
 
 def rounds(updates: Sequence[Update], machine: Cluster, ranks: int, several: bool) -> list[list[int]]:
-    """The places of the updates that are made in each round, the same on every rank; in one, or perhaps ``several``."""
+    """The indices of the updates in each round, the same on every rank. ``several``: whether to try several rounds."""
     everything = list(range(len(updates)))
     local = [place for place in everything if not updates[place].sent]
     others = [place for place in everything if updates[place].sent]
@@ -116,7 +118,7 @@ def rounds(updates: Sequence[Update], machine: Cluster, ranks: int, several: boo
 
 
 def _parts(updates: Sequence[Update], places: Sequence[int], ends: Sequence[float]) -> list[list[int]]:
-    """Each owner's, in order, so that parts end at these of the cost of all."""
+    """Each owner's updates, in order, cut into parts that end at these fractions of that owner's total cost."""
     total = dict.fromkeys((updates[place].owner for place in places), 0.0)
     for place in places:
         total[updates[place].owner] += updates[place].cost
@@ -131,7 +133,7 @@ def _parts(updates: Sequence[Update], places: Sequence[int], ends: Sequence[floa
 
 
 def _seconds(order: Sequence[Sequence[int]], updates: Sequence[Update], machine: Cluster, ranks: int) -> float:
-    """Until the last word is there, of a rank that has a mean part of everything."""
+    """Estimated seconds until the last message has arrived, for a rank with an average share of everything."""
     latency, rate = machine.wait(ranks), machine.link(ranks)
     sent = [sum(updates[place].sent for place in row) / ranks for row in order]
     compute = [

@@ -39,7 +39,7 @@ Axis = Literal["shard", "replicate", "tp"]
 
 @dataclass(frozen=True)
 class Slot:
-    """One parameter's place in its buffer; offset and size in elements. By rows: the place in a rank's shard."""
+    """One parameter's place in its buffer; offset and size in elements. By rows, it is the place in a rank's shard."""
 
     leaf: Leaf
     offset: int
@@ -58,8 +58,8 @@ class Slot:
 
 @dataclass(frozen=True)
 class Part:
-    """What a rank's shard has of a parameter: elements ``[first, last)``, in memory order, often none of them. By rows,
-    where ranks divide another dim than the first, they are counted rank by rank.
+    """The elements of a parameter that a rank's shard has: ``[first, last)`` in memory order, often none. By rows,
+    where ranks divide another dim than the first, elements are counted rank by rank.
 
     They begin at ``offset`` of the shard.
     """
@@ -77,20 +77,20 @@ class Part:
         return self.offset + self.numel
 
     def of(self, shard: torch.Tensor) -> torch.Tensor:
-        """They themselves, ``[numel]``, a view of the shard, or of what lies like it: a gradient, an average."""
+        """These elements, ``[numel]``: a view of the shard, or of what has the same layout (a gradient, an average)."""
         return shard[self.offset : self.end]
 
 
 @dataclass(frozen=True)
 class Division:
-    """What the sum of gradients over the ranks is divided by: a ``factor``, or, None, how many ranks there are.
-    ``sums``: after sums on the wire, and not by means there."""
+    """The divisor of the sum of gradients over the ranks: ``factor``, or, if None, the number of ranks. ``sums``:
+    whether collectives sum, and the division follows, instead of collectives that take means."""
 
     factor: float | None = None
     sums: bool = False
 
 
-_LYING: dict[Hashable, int] = {}  # how buffers lie, with a number each: to hash one takes long
+_LYING: dict[Hashable, int] = {}  # a number for each layout of a buffer: to hash a layout takes long
 
 
 @dataclass(frozen=True)
@@ -105,12 +105,12 @@ class Buffer:
     slots: tuple[Slot, ...]
     numel: int  # padded to a multiple of the shard axis
     by_rows: bool = False  # each rank's shard holds rows of every parameter (`rows`)
-    split: bool = False  # whether ranks along the tp axis have parts of its parameters, or all the whole
+    split: bool = False  # whether each rank along the tp axis has a part of its parameters; if not, the whole
     division: Division = Division()
-    hooked: bool = False  # what a loop does to the reduced gradient comes before the rest of the division, and the cast
+    hooked: bool = False  # a loop's hook gets the reduced gradient before the rest of the division and the cast
     precision: MixedPrecisionPolicy | None = None  # None: the policy's
 
-    def __hash__(self) -> int:  # of all that it has, with all slots, it takes longer than to look a thing up
+    def __hash__(self) -> int:  # the default hash, of all slots, takes longer than a look-up
         return hash(self.key)
 
     @property
@@ -119,7 +119,7 @@ class Buffer:
 
     @cached_property
     def lies(self) -> int:
-        """A number: the same for buffers whose parameters lie alike, block by block."""
+        """A number that is the same for buffers whose parameters have the same layout, block by block."""
         blocks: dict[str, int] = {}
         slots = [
             (slot.offset, leaf.shape, leaf.order, leaf.shard_dim, blocks.setdefault(leaf.block, len(blocks)))
@@ -128,8 +128,8 @@ class Buffer:
         return _LYING.setdefault((self.dtype, self.numel, self.by_rows, tuple(slots)), len(_LYING))
 
     def part(self, slot: Slot, rank: int, ranks: int) -> Part:
-        """What of a parameter lies in the shard of one of so many ranks; of one rank, which has all, whatever its
-        number is. The one answer to that question, for both layouts."""
+        """The elements of a parameter in the shard of one of ``ranks`` ranks. With one rank that is everything,
+        whatever ``rank`` is. All code asks here, for both layouts."""
         numel, size = slot.leaf.numel, self.numel // ranks
         rank = rank if ranks > 1 else 0
         if self.by_rows:
@@ -147,7 +147,7 @@ class Buffer:
 
     @property
     def padding(self) -> int:
-        """Elements that belong to no parameter; they are zero and stay zero."""
+        """The number of elements that belong to no parameter; they are zero and stay zero."""
         return self.numel - sum(slot.leaf.numel for slot in self.slots)
 
 
@@ -165,7 +165,7 @@ class Unit:
 
 @dataclass(frozen=True)
 class Plan:
-    """What is sharded how: the units, in the order of the model's registration, the mesh and the policy."""
+    """How everything is sharded: the units, in the model's registration order, the mesh and the policy."""
 
     units: tuple[Unit, ...]
     policy: Policy
@@ -173,7 +173,7 @@ class Plan:
     shard: int = 1  # ranks along the shard axis
     replicate: int = 1  # ranks along the replicate axis
     machine: Cluster = CPU
-    notes: tuple[str, ...] = ()  # what was chosen, and why
+    notes: tuple[str, ...] = ()  # the choices that were made, and why
     tp: int = 1  # ranks along the tp axis, which see the same batches
 
     @property
@@ -202,9 +202,9 @@ class Plan:
 
     @cached_property
     def owners(self) -> dict[str, int]:
-        """By parameter's name, the rank along the shard axis that updates it, of those that are updated whole there.
+        """For each parameter that is updated whole, by name: the rank along the shard axis that updates it.
 
-        Where every rank has all of the state, so has it all of the update, and nobody is an owner.
+        Where every rank has all of the state, every rank makes the whole update, and there are no owners.
         """
         if not self.placement.state or self.shard == 1:
             return {}
@@ -215,12 +215,12 @@ class Plan:
 
     @property
     def hides(self) -> bool:
-        """Whether a message travels beside compute. On one host, over gloo, it is this processor's own work."""
+        """Whether messages travel beside compute. On one host, over gloo, sending is this processor's own work."""
         return self.device.type != "cpu" or self.policy.network not in (None, "measure")
 
     @property
     def _owned(self) -> list[tuple[Slot, list[int]]]:
-        """What is updated whole, and how many of its elements lie on each rank along the shard axis."""
+        """The parameters that are updated whole, each with its number of elements on each rank along the shard axis."""
         found = []
         for buffer in self.buffers:
             for slot in buffer.slots if buffer.updated else ():
@@ -235,18 +235,18 @@ class Plan:
 
     @property
     def world(self) -> int:
-        """Ranks with batches of their own."""
+        """The number of ranks with batches of their own."""
         return self.shard * self.replicate
 
     @property
     def axes(self) -> tuple[tuple[Axis, int], ...]:
-        """The axes of ranks with batches of their own, if they have more than one: over others nothing is sent."""
+        """The axes of ranks with batches of their own, if they have more than one rank: other axes send nothing."""
         axes: tuple[tuple[Axis, int], ...] = (("shard", self.shard), ("replicate", self.replicate))
         return tuple((name, size) for name, size in axes if size > 1)
 
     @property
     def all_axes(self) -> tuple[tuple[Axis, int], ...]:
-        """The same, with the tp axis before them."""
+        """`axes`, with the tp axis before them."""
         return ((("tp", self.tp),) if self.tp > 1 else ()) + self.axes
 
     @property
@@ -255,23 +255,23 @@ class Plan:
         return any(slot.leaf.tp is not None and slot.leaf.tp.uneven for b in self.buffers for slot in b.slots)
 
     def size(self, axis: str) -> int:
-        """Ranks along this axis, or of a process group of the model's own, ``all 4 ranks``, ``group 0 of 2 ranks``."""
+        """Ranks along this axis, or in a process group of the model's own: ``all 4 ranks``, ``group 0 of 2 ranks``."""
         known = {"shard": self.shard, "replicate": self.replicate, "tp": self.tp}
         return known[axis] if axis in known else int(axis.split()[-2])
 
     def stride(self, axis: str) -> int:
-        """How far apart, by rank, neighbours along this axis are: tp is the innermost, replicate the outermost. Those
-        of a group of the model's own are taken to be as far apart as they can be."""
+        """The distance in ranks between neighbours along this axis: tp is the innermost, replicate the outermost. The
+        ranks of a process group of the model are taken to be as far apart as they can be."""
         known = {"tp": 1, "shard": self.tp, "replicate": self.tp * self.shard}
         return known[axis] if axis in known else max(self.shard * self.replicate * self.tp // self.size(axis), 1)
 
     def transfer(self, nbytes: float, axis: str, both: bool = False) -> float:
-        """Seconds of an all-gather to, or a reduce-scatter from, so many bytes; ``both``: of an all-reduce."""
+        """Seconds of an all-gather that gives ``nbytes``, or a reduce-scatter of them; ``both``: of an all-reduce."""
         return self.machine.transfer(nbytes, self.size(axis), self.stride(axis), both)
 
     @property
     def graphed(self) -> bool:
-        """Whether a step is taken to run as a CUDA graph, in which the host starts nothing by itself."""
+        """Whether a step is assumed to run as a CUDA graph, in which the host launches nothing itself."""
         return self.device.type == "cuda" and self.policy.cuda_graph is not False and not self.policy.offload
 
     def buffer(self, key: str) -> Buffer:
@@ -282,7 +282,7 @@ class Plan:
         return {buffer.key: buffer for buffer in self.buffers}
 
     def compute_dtype(self, buffer: Buffer) -> torch.dtype:
-        """The dtype in which forward and backward see the buffer, and in which it crosses the wire."""
+        """The dtype of the buffer in forward, in backward and on the wire."""
         dtype = (buffer.precision or self.policy.precision).param_dtype
         return dtype if dtype is not None and buffer.dtype.is_floating_point else buffer.dtype
 
@@ -290,7 +290,7 @@ class Plan:
         return (buffer.precision or self.policy.precision).reduce_dtype or self.compute_dtype(buffer)
 
     def shard_numel(self, buffer: Buffer) -> int:
-        """Elements of the buffer's parameters that a rank holds between steps."""
+        """The number of the buffer's elements that a rank holds between steps."""
         return buffer.numel // self.shard if self.placement.parameter else buffer.numel
 
     def copied(self, buffer: Buffer) -> bool:
@@ -299,26 +299,26 @@ class Plan:
         return wanted and not self.policy.offload and buffer.updated and self.compute_dtype(buffer) != buffer.dtype
 
     def part(self, buffer: Buffer, slot: Slot, rank: int, cut: bool) -> Part:
-        """What the rank at this place of the shard axis has of a parameter, or of what lies like it: its gradient, its
-        state. ``cut``: whether ranks have parts of that, or all the whole, as the placement says."""
+        """The elements of a parameter, or of a tensor with its layout (gradient, state), on the rank at this place of
+        the shard axis. ``cut``: whether the placement cuts that tensor, or each rank has the whole."""
         return buffer.part(slot, rank, self.shard if cut else 1)
 
     def parts(self, buffer: Buffer, slot: Slot) -> list[Part]:
-        """The same of each rank, of what is cut."""
+        """`part` of each rank, for a tensor that is cut."""
         return [buffer.part(slot, rank, self.shard) for rank in range(self.shard)]
 
     def own(self, flat: torch.Tensor, rank: int, cut: bool) -> torch.Tensor:
-        """``[numel]`` -> what the rank at this place of the shard axis has of it: its shard, or all; a view."""
+        """The part of ``flat`` (``[numel]``) on the rank at this place of the shard axis: its shard, or all; a view."""
         return flat.view(self.shard, -1)[rank] if cut else flat
 
     @property
     def persistent_bytes(self) -> int:
-        """Bytes of parameters that a rank holds between steps; optimizer state not counted."""
+        """Bytes of parameters that a rank holds between steps, without optimizer state."""
         return sum(self.shard_numel(buffer) * buffer.dtype.itemsize for buffer in self.buffers)
 
     @property
     def copy_bytes(self) -> int:
-        """Bytes of those shards that a rank keeps in the compute dtype as well."""
+        """Bytes of the copies of shards that a rank keeps in the compute dtype."""
         return sum(self.shard_numel(b) * self.compute_dtype(b).itemsize for b in self.buffers if self.copied(b))
 
     def sum_bytes(self, accumulate: str | None = None) -> int:
@@ -335,4 +335,4 @@ class Plan:
     def __str__(self) -> str:
         return "\n".join(fold(describe(self)))
 
-    __repr__ = __str__  # what a prompt shows
+    __repr__ = __str__  # what an interactive prompt shows

@@ -1,4 +1,4 @@
-"""Prints a plan, and numbers of bytes, for people; folds repeated parts of printed text:
+"""Prints a plan, and numbers of bytes, for people. Folds repeated parts of printed text:
 
     layers.0    wait for layers_0_gather              ×28:
     layers.0    views, compute: 52 operators            layers.0..27  wait for layers_0..27_gather
@@ -6,9 +6,9 @@
     layers.1    views, compute: 52 operators
     ...
 
-Lines repeat that differ in nothing but whole numbers, each of which grows, or shrinks, by the same from one time to the
-next, and stand in the same columns: so the folded text says all that the whole one does. Texts that were
-written to a file fold as well.
+Lines are folded if they differ only in whole numbers, each of which grows or shrinks by the same step from one
+repetition to the next, and stand in the same columns. So the folded text says all that the whole one does. Texts that
+were written to a file fold as well.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def _kind(buffer: Buffer) -> str:
 
 
 def _tensor_parallel(plan: Plan) -> list[str]:
-    """What is cut over the tp axis, and what ranks along it have whole."""
+    """The parameters that are cut over the tp axis, and those that each rank along it has whole."""
     if plan.tp == 1:
         return []
     split, whole = ([s for b in plan.buffers if b.split == cut for s in b.slots] for cut in (True, False))
@@ -53,7 +53,7 @@ def _tensor_parallel(plan: Plan) -> list[str]:
 
 
 def _whole_updates(plan: Plan) -> list[str]:
-    """Who updates what is updated whole, how evenly, and what that sends."""
+    """Which parameters are updated whole, by which ranks, how even that is, and the bytes that it sends."""
     if not (owned := plan._owned):
         return []
     what = f"updated whole: {len(owned)} parameters"
@@ -106,11 +106,11 @@ def milliseconds(seconds: float) -> str:
     return f"{seconds * 1e3:.4g} ms"
 
 
-LEAST = 4  # times; a few lines are read as they are
-LONGEST = 4096  # lines that repeat together
-TRIED = 128  # places where a row of lines may begin again
+LEAST = 4  # repetitions, at least; fewer lines are read as they are
+LONGEST = 4096  # lines of one repetition, at most
+TRIED = 128  # places that are tried for the start of the next repetition
 NUMBER = re.compile(r"((?<!\d)(?:0|[1-9]\d{0,17})(?!\d))")
-GAP = re.compile(r"(?<=\S) {2,}(?=\S)")  # before a column
+GAP = re.compile(r"(?<=\S) {2,}(?=\S)")  # the gap before a column
 # A gap is one character of Unicode's private area, which says where the column begins.
 FIRST, LAST = "\ue000", "\uf8ff"
 COLUMN = re.compile(f"[{FIRST}-{LAST}]")
@@ -118,15 +118,15 @@ COLUMN = re.compile(f"[{FIRST}-{LAST}]")
 
 @dataclass(frozen=True)
 class Repeat:
-    """``lines``, ``times`` times, with columns in the place of gaps. ``steps``: what each number in each line grows by
-    from one time to the next."""
+    """``lines``, repeated ``times`` times, with a column character for each gap. ``steps``: by how much each number in
+    each line grows from one repetition to the next."""
 
     times: int
     lines: tuple[str, ...]
     steps: tuple[tuple[int, ...], ...]
 
     def text(self) -> Iterator[str]:
-        """Numbers that move as the first and the last."""
+        """The folded lines: a number that changes is printed as its first and last value."""
         rows = [self._row(*pair) for pair in zip(self.lines, self.steps, strict=True)]
         if len(rows) == 1:
             yield f"{spaced(rows[0])}  ×{self.times}"
@@ -144,7 +144,7 @@ class Repeat:
 
 
 def fold(lines: Iterable[str]) -> list[str]:
-    """The lines as they are printed."""
+    """The lines as they are printed, with repetitions folded."""
     return [line for part in repeats(list(lines)) for line in ([part] if isinstance(part, str) else part.text())]
 
 
@@ -153,7 +153,7 @@ def folded(text: str) -> str:
 
 
 def repeats(lines: Sequence[str]) -> Iterator[str | Repeat]:
-    """The lines in order; where some repeat, as many as do, in the row that takes in most of them."""
+    """The lines in order. Where lines repeat, they become a `Repeat`: the one that covers the most lines."""
     columned = [_columned(line) for line in lines]
     forms: dict[tuple[str, ...], int] = {}
     keys: list[int] = []
@@ -162,7 +162,7 @@ def repeats(lines: Sequence[str]) -> Iterator[str | Repeat]:
         pieces = NUMBER.split(line) if line is not None else ["", str(place)]
         keys.append(forms.setdefault(tuple(pieces if line is None else pieces[::2]), len(forms)))
         numbers.append(tuple(map(int, pieces[1::2])))
-    places: dict[int, list[int]] = {}  # of each form, those that are still ahead, the last first
+    places: dict[int, list[int]] = {}  # for each form, the lines of it that are still ahead, the last first
     for place in reversed(range(len(keys))):
         places.setdefault(keys[place], []).append(place)
     start = 0
@@ -171,7 +171,7 @@ def repeats(lines: Sequence[str]) -> Iterator[str | Repeat]:
         while ahead[-1] <= start and len(ahead) > 1:
             ahead.pop()
         periods = [place - start for place in ahead[: -TRIED - 1 : -1] if 0 < place - start <= LONGEST]
-        # What repeats so often has its first two lines thrice.
+        # A repetition that counts has its first two lines three times.
         near = [(one, start + 2 * one, min(one, 2)) for one in periods]
         periods = [one for one, at, two in near if keys[start : start + two] == keys[at : at + two]]
         rows = [(_times(keys, numbers, start, period), period) for period in periods]
@@ -190,7 +190,7 @@ def _covered(row: tuple[int, int]) -> tuple[int, int]:
 
 
 def _times(keys: Sequence[int], numbers: Sequence[tuple[int, ...]], start: int, period: int) -> int:
-    """How often the row of ``period`` lines that begins at ``start`` stands there, one time after the other."""
+    """How often the ``period`` lines that begin at ``start`` stand there, one repetition after the other."""
     row, times = keys[start : start + period], 1
     while keys[(at := start + times * period) : at + period] == row:
         if times > 1:
@@ -207,14 +207,14 @@ def _times(keys: Sequence[int], numbers: Sequence[tuple[int, ...]], start: int, 
 
 
 def _columned(line: str) -> str | None:
-    """None for a line that has such characters of its own."""
+    """The line with a column character for each gap; None if it already contains such characters."""
     if COLUMN.search(line):
         return None
     return GAP.sub(lambda gap: chr(ord(FIRST) + gap.end()) if ord(FIRST) + gap.end() <= ord(LAST) else gap[0], line)
 
 
 def spaced(line: str) -> str:
-    """With gaps again, each as wide as leads to its column, or two where that is passed."""
+    """The line with spaces again: each gap reaches its column, or is two wide if the text is past that column."""
     found = ""
     for part in re.split(f"({COLUMN.pattern})", line):
         is_gap = COLUMN.fullmatch(part)

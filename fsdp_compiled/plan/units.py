@@ -1,9 +1,9 @@
-"""Finds the units: which submodules are gathered together.
+"""Finds the units: the submodules that are gathered together.
 
-Left to itself, the rule is: every element of the model's outermost block lists (a ``ModuleList``, or a ``Sequential``
-of composite modules, that holds at least two parameter-owning modules of one class) is a unit, and the rest is the
-root unit. A parameter belongs to the innermost unit around it; one that several units share belongs to the innermost
-unit around all of them.
+The default rule: every element of the model's outermost block lists is a unit, and the rest is the root unit. A block
+list is a ``ModuleList``, or a ``Sequential`` of composite modules, with at least two parameter-owning modules of one
+class. A parameter belongs to the innermost unit around it. A parameter that several units share belongs to the
+innermost unit around all of them.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ ROOT = "root"
 
 
 def find_units(model: nn.Module, choice: Choice | None = None) -> tuple[str, ...]:
-    """The names of the modules that are units, the root left out.
+    """The names of the modules that are units, without the root.
 
     ``choice``: a module class, a name pattern (``*`` is one path segment, ``**`` any number of them), a sequence of
     those, or ``choice(name, module) -> bool``. Units may be nested. Raises ``ValueError`` for a pattern or class that
@@ -67,12 +67,12 @@ def _unit_names(model: nn.Module, choice: Choice | None) -> tuple[str, ...]:
 
 
 def unit_of(names: Sequence[str], units: Iterable[str]) -> str:
-    """The unit that owns the parameter of these names (several: it is tied)."""
+    """The unit that owns the parameter of these names (several names: a tied parameter)."""
     return innermost(names, units) or ROOT
 
 
 def innermost(names: Sequence[str], units: Iterable[str]) -> str | None:
-    """The innermost unit but the root around all of these parameters or submodules; a unit is around itself."""
+    """The innermost unit, other than the root, around all these parameters or submodules. A unit is around itself."""
     known = units if isinstance(units, frozenset) else frozenset(units)
     around = [known.intersection(itertools.accumulate(name.split("."), "{}.{}".format)) - {ROOT} for name in names]
     return max(frozenset.intersection(*around), key=len, default=None)

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def check(policy: Policy, placements: Sequence[str]) -> None:
-    """``placements``: the words for ``shard``."""
+    """Checks all fields. ``placements``: the words that ``shard`` may be."""
     _check_words(policy, placements)
     _check_forms(policy)
     _check_numbers(policy)
@@ -46,7 +46,7 @@ def _one_of(name: str, value: object, known: Sequence[object]) -> None:
 
 
 def _check_forms(policy: Policy) -> None:
-    """Fields that hold several things."""
+    """Checks the forms of fields that hold several values."""
     if not (policy.tp is None or policy.tp == "auto") and not (
         isinstance(policy.tp, tuple)
         and policy.tp
@@ -148,7 +148,8 @@ def _check_wire(policy: Policy) -> None:
 
 
 def _check_beside(policy: Policy, what: str, **fields: str) -> None:
-    """Raises where one of these fields is not as it is by itself, with why it does not go with what there is."""
+    """Raises ``ValueError`` where one of these fields differs from its default. ``what``: the setting that it does not
+    go with; ``fields``: the reason, by the field's name."""
     for name, why in fields.items():
         if (value := getattr(policy, name)) != type(policy).__dataclass_fields__[name].default:
             raise ValueError(f"Policy.{name} is {value!r} with {what}: {why}. Leave {name} out.")
@@ -195,7 +196,7 @@ def _check_together(policy: Policy) -> None:
 
 
 def _rounds(policy: Policy) -> str:
-    """Why no product of such a policy could write an unrounded gradient; empty where one can."""
+    """The reason why no matrix product could write an unrounded gradient under this policy; empty if one can."""
     if policy.precision.param_dtype not in (torch.bfloat16, torch.float16):
         return f"precision.param_dtype is {policy.precision.param_dtype}, not torch.bfloat16 or torch.float16"
     if policy.precision.reduce_dtype != torch.float32:

@@ -41,8 +41,8 @@ def is_number(value: object) -> bool:
 
 @dataclass(frozen=True)
 class OuterSGD:
-    """The optimizer that moves all sites' weights at an exchange: ``torch.optim.SGD``, whose gradient is the mean over
-    the sites of how far each came. The defaults are those of DiLoCo (Douillard et al., 2023).
+    """The optimizer that moves all sites' weights at an exchange: ``torch.optim.SGD``. Its gradient is the mean over
+    the sites of how far each site's weights moved. The defaults are those of DiLoCo (Douillard et al., 2023).
 
     ``lr`` 1, ``momentum`` 0 and ``nesterov`` False: the weights become the mean of the sites' weights.
     """
@@ -63,9 +63,9 @@ class OuterSGD:
 
 
 def sites(shard: str, ranks: int, replicas: int) -> tuple[int, int]:
-    """Ranks of a site, and how many sites there are, of ``ranks`` along the shard axis and ``replicas`` of them.
+    """The ranks of a site, and the number of sites. ``ranks``: along the shard axis; ``replicas``: how many such rows.
 
-    A site is what the shard axis spans; where that axis alone is given, and every rank has everything (``"ddp"``), each
-    rank is one.
+    A site is one row of ranks along the shard axis. Where the mesh has that axis alone, and every rank has everything
+    (``"ddp"``), each rank is a site.
     """
     return (1, ranks) if shard == "ddp" and replicas == 1 else (ranks, replicas)

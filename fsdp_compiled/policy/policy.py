@@ -1,4 +1,4 @@
-"""Policy: every decision about how a model is sharded and run, a field each; placements: the ZeRO stages as data."""
+"""Policy: every decision about how a model is sharded and run, one field each. Placements: the ZeRO stages as data."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ PLACEMENTS: Mapping[str, Placement] = {
     "zero1": Placement(parameter=True, gradient=False, state=True, regather=False),
     "ddp": Placement(parameter=False, gradient=False, state=False, regather=False),
 }
-MOST_AHEAD = 4  # the units that are gathered ahead, at most, under Policy(prefetch="auto")
+MOST_AHEAD = 4  # at most so many units are gathered ahead under Policy(prefetch="auto")
 
 
 @dataclass(frozen=True)
@@ -262,12 +262,12 @@ class Policy:
 
     def __post_init__(self) -> None:
         if isinstance(self.tp, Mapping):
-            object.__setattr__(self, "tp", tuple(self.tp.items()))  # which has a hash
+            object.__setattr__(self, "tp", tuple(self.tp.items()))  # a tuple has a hash
         check(self, tuple(PLACEMENTS))
 
     @property
     def scaling(self) -> LossScale | None:
-        """``loss_scale``, in its full form."""
+        """``loss_scale`` as a `LossScale`, or None."""
         if self.loss_scale is None or isinstance(self.loss_scale, LossScale):
             return self.loss_scale
         if isinstance(self.loss_scale, str):
@@ -275,7 +275,7 @@ class Policy:
         return LossScale(float(self.loss_scale), growth=1.0, backoff=1.0)
 
     def initial_scale(self, device: torch.device) -> dict[str, torch.Tensor]:
-        """The tensors that loss scaling reads and writes, as training starts; none without ``loss_scale``."""
+        """The first values of the tensors that loss scaling reads and writes; none without ``loss_scale``."""
         if self.scaling is None:
             return {}
         return {
@@ -286,19 +286,19 @@ class Policy:
 
     @property
     def moving(self) -> tuple[int, ...]:
-        """The dims of the batch's tensors that may change from call to call, from the first one on."""
+        """The dims of the batch's tensors whose sizes programs leave open from the first call on."""
         if self.dynamic == "auto":
             return ()
         return ((0,) if self.dynamic else ()) if isinstance(self.dynamic, bool) else self.dynamic
 
     @property
     def learns_sizes(self) -> bool:
-        """Whether sizes that changed once move from then on. A graph is for one size, as are slices of rows."""
+        """Whether sizes that changed once stay open from then on. A graph is for one size, as are slices of rows."""
         return self.dynamic == "auto" and self.cuda_graph is not True and self.loss_rows is None
 
     @property
     def rematerializes(self) -> bool:
-        """Whether cheap values are made again in backward."""
+        """Whether backward makes cheap values again."""
         return self.recompute == "cheap" or (self.recompute == "auto" and self.lower == "inductor")
 
     @property

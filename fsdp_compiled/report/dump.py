@@ -27,10 +27,10 @@ def write(
     lowered: str = "",
     measured: Timeline | None = None,
 ) -> Path:
-    """Writes ``plan.txt``, one numbered text a stage, the differences between neighbours, ``program.txt``,
-    ``timeline.txt``, an estimate of what runs when, ``memory.txt``, ``lowered.txt``: what the program became;
-    ``figures.json``: what is counted of each stage; ``trace.json``, for Perfetto, and ``report.html``, a page that
-    shows all of it, both with what was ``measured``, if anything was.
+    """Writes ``plan.txt``; one numbered text for each stage, and the differences between neighbours; ``program.txt``;
+    ``timeline.txt``, an estimate of what runs when; ``memory.txt``; ``lowered.txt``, what the program became;
+    ``figures.json``, what is counted of each stage; ``trace.json``, for Perfetto; and ``report.html``, a page that
+    shows all of it. The last two have what was ``measured``, if anything was.
 
     Raises ``ValueError`` where the folder cannot be made or written. A text that cannot be made says why in its file.
     """
@@ -51,7 +51,7 @@ def write(
 def _texts(
     plan: Plan, stages: Sequence[Program], memory: Memory | None, lowered: str, measured: Timeline | None
 ) -> Iterator[tuple[str, Callable[[], str]]]:
-    """The files' names, and what makes their texts."""
+    """The files' names, each with the function that makes its text."""
     last, made_by = stages[-1], [program.history[-1] for program in stages]
     texts = [cache(program.text) for program in stages]
     time = cache(lambda: estimate(last, plan))
@@ -84,7 +84,7 @@ def _texts(
 
 
 def _counted(plan: Plan, stages: Sequence[Program], memory: Memory | None, time: Timeline) -> dict[str, Any]:
-    """Of each stage: its nodes, its collectives with their bytes, and its peak; of the last its time, too."""
+    """For each stage: its nodes, its collectives with their bytes, and its peak; for the last its time, too."""
     found: dict[str, Any] = {}
     for program in stages:
         known = memory
@@ -102,7 +102,7 @@ def _counted(plan: Plan, stages: Sequence[Program], memory: Memory | None, time:
 def _passes(
     made_by: Sequence[str], texts: Sequence[Callable[[], str]], counted: Mapping[str, Any]
 ) -> Iterator[tuple[str, str]]:
-    """What each pass changed, by counts and then by lines, and what there is at the end; folded."""
+    """What each pass changed, by counts and then by lines, and the text at the end; folded."""
     small = cache(folded)  # a pass that has nothing to do leaves the text as it was
     for index in range(1, len(made_by)):
         before, name = made_by[index - 1 : index + 1]
@@ -119,8 +119,8 @@ def _changed(texts: Sequence[Callable[[], str]], made_by: Sequence[str]) -> str:
 
 
 def compared(a: Mapping[str, Any], b: Mapping[str, Any], was: str, made: str) -> list[str]:
-    """What is counted of two programs, entries of ``figures.json``: rows of what differs, with the two names above; one
-    row that says so, where nothing does.
+    """The counts of two programs, entries of ``figures.json``: rows of what differs, under the two names; or one row
+    that says that nothing differs.
 
                                             gather      recompute
         nodes                                  308            364        +56
@@ -150,7 +150,7 @@ def compared(a: Mapping[str, Any], b: Mapping[str, Any], was: str, made: str) ->
 
 
 def _pair(a: float | None, b: float | None, text: Callable[[float], str]) -> tuple[str, str, str]:
-    """Both, and by how much they differ: nothing where they are the same, or one is not known."""
+    """Both values, and their difference: nothing if they are the same, or if one is not known."""
     shown = ["not known" if one is None else text(one) for one in (a, b)]
     if a is None or b is None or a == b:
         return shown[0], shown[1], ""

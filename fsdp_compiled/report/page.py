@@ -6,9 +6,9 @@
     units       what each is, takes and sends; which rank holds how much of which parameter
     passes      what each changed
 
-`figures` is all that is drawn, as plain data; `page` puts it into ``template.html``, with ``report.js`` and uPlot, by
-which axes, areas and zoom are drawn (1.6.32 of https://github.com/leeoniya/uPlot; MIT: ``uPlot.LICENSE``).
-Times are seconds from the start of the step, sizes bytes.
+`figures` makes all that is drawn, as plain data. `page` puts it into ``template.html``, with ``report.js`` and uPlot,
+which draws axes, areas and zoom (1.6.32 of https://github.com/leeoniya/uPlot; MIT: ``uPlot.LICENSE``). Times are
+seconds from the start of the step, sizes bytes.
 """
 
 from __future__ import annotations
@@ -80,8 +80,8 @@ def _ranks(plan: Plan) -> str:
 def headline(
     plan: Plan, program: Program, memory: Memory, timeline: Timeline, measured: Timeline | None = None
 ) -> dict[str, Any]:
-    """``utilisation``: of what `plan.hardware` takes for the machine's rate, the share that the step's products need.
-    None where something is not known."""
+    """``utilisation``: the share of the machine's rate, as `plan.hardware` has it, that the step's products need. None
+    where something is not known."""
     taken = measured or timeline
     nodes, machine = program.graph.nodes, plan.machine
     count = sum(attempt(lambda node=node: flops(node), lambda _: 0) for node in nodes)  # type: ignore[misc]
@@ -99,7 +99,7 @@ def headline(
 
 
 def counts(program: Program) -> dict[str, dict[str, int]]:
-    """By collective's name: how many a program has, and the bytes of the whole that they bring or take."""
+    """By the collective's name: how many a program has, and the bytes of the whole that they bring or take."""
     found: dict[str, dict[str, int]] = {}
     for node in program.graph.nodes:
         if node.op == "call_function" and is_collective(node):
@@ -110,7 +110,7 @@ def counts(program: Program) -> dict[str, dict[str, int]]:
 
 
 def lane_of(node: fx.Node) -> str:
-    """Which lane a collective is drawn in, or a copy from or to the host."""
+    """The lane in which a collective, or a copy from or to the host, is drawn."""
     if not is_collective(node):
         return "host"
     if node.args[-1] == "tp":
@@ -119,8 +119,8 @@ def lane_of(node: fx.Node) -> str:
 
 
 def spans(timeline: Timeline, nodes: Mapping[str, fx.Node]) -> dict[str, list[Any]]:
-    """Columns. Compute by unit, each collective by itself, with what a rank gives and gets of it; ``wait``: when what
-    it brings was waited for, and until when."""
+    """Columns: compute by unit, and each collective by itself, with what a rank gives and gets of it. ``wait``: from
+    when and until when its result was waited for."""
     waited = {span.node: (span.start, span.end) for span in timeline.nodes if span.lane == WAIT}
     rows: list[tuple[Any, ...]] = [
         (span.start, span.end, "compute", span.name, "", None, None)
@@ -139,9 +139,9 @@ def spans(timeline: Timeline, nodes: Mapping[str, fx.Node]) -> dict[str, list[An
 
 
 def trace(sides: Mapping[str, Mapping[str, Sequence[Any]]]) -> str:
-    """For Chrome's and Perfetto's trace viewers. ``sides``: columns of `spans` by the name of their process, such as
-    ``predicted``, each with a thread for each lane; slices are named by units, and an arrow leads from each collective
-    to where it was waited for."""
+    """A trace for Chrome's and Perfetto's viewers. ``sides``: columns of `spans` by the name of their process, such as
+    ``predicted``. Each process has a thread for each lane. Slices are named by units, and an arrow leads from each
+    collective to where it was waited for."""
     events = [one for number, (name, columns) in enumerate(sides.items(), 1) for one in _events(number, name, columns)]
     return json.dumps({"traceEvents": events, "displayTimeUnit": "ms"})
 
@@ -172,7 +172,7 @@ def _times(start: float, end: float) -> dict[str, float]:
 
 
 def starts(timeline: Timeline, nodes: Iterable[fx.Node]) -> list[float]:
-    """When each node is reached; what takes no time is reached when all before it is done."""
+    """When each node is reached. A node that takes no time is reached when all before it are done."""
     found, now = [], 0.0
     ahead = list(reversed(timeline.nodes))
     for node in nodes:
@@ -216,8 +216,8 @@ def heights(memory: Memory, timeline: Timeline, nodes: Mapping[str, fx.Node]) ->
 
 
 def peak(memory: Memory, nodes: Mapping[str, fx.Node]) -> dict[str, Any] | None:
-    """Where the most bytes are alive, and the largest tensors of these, with the lines of the user's code that they
-    come from."""
+    """The moment at which the most bytes are alive, and the largest tensors of these, with the lines of the user's code
+    that they come from."""
     if memory.unknown or not memory.timeline:
         return None
     highest = memory.peak
@@ -276,8 +276,8 @@ def units(plan: Plan, timeline: Timeline, nodes: Mapping[str, fx.Node]) -> list[
 
 
 def holders(plan: Plan) -> dict[str, Any]:
-    """What a map of ranks and parameters is drawn from: where each lies in its flat buffer, of which a rank along the
-    shard axis owns the slice of ``each`` elements at its place. By rows, a rank owns rows of each parameter."""
+    """The data for a map of ranks and parameters: where each parameter lies in its flat buffer. A rank along the shard
+    axis owns the slice of ``each`` elements at its place. By rows, a rank owns rows of each parameter."""
     return {
         "ranks": plan.shard,
         "replicas": plan.replicate,

@@ -1,6 +1,6 @@
-"""Hooks that autograd would call, and a compiled program does not: refused by name, with what does the same.
+"""Refuses hooks that autograd would call and a compiled program does not. Each error names what does the same.
 
-Forward hooks and forward-pre hooks, of one module or of all, are traced with the model and stay.
+Forward hooks and forward-pre hooks, of one module or global, are traced with the model and stay.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ ON_MODULE = (
 
 
 def backward_hooks(modules: Iterable[nn.Module]) -> list[Mapping[int, Any]]:
-    """The tables of backward hooks of these modules, and of all modules; hooks come and go in them."""
+    """The tables of backward hooks of these modules, and the global ones. PyTorch adds and removes hooks in them."""
     own = [table for module in modules for table in (module._backward_hooks, module._backward_pre_hooks)]
     return [*own, every_module._global_backward_hooks, every_module._global_backward_pre_hooks]
 
 
 def hook_on(parameter: torch.Tensor) -> str | None:
-    """What registered a hook of autograd on this parameter; None where there is none."""
+    """The name of the method that registered an autograd hook on this parameter; None if it has no hook."""
     if parameter._backward_hooks:
         return "register_hook"
     after = parameter._post_accumulate_grad_hooks if there("hooks of parameters") else None
@@ -49,7 +49,7 @@ def check_hooks(model: nn.Module, named: Iterable[tuple[str, nn.Parameter]]) -> 
 
 
 def check_module_hooks(model: nn.Module, inside: bool = False) -> None:
-    """Raises ``ValueError`` for a backward hook of a module. ``inside``: the model's own are autograd's to call."""
+    """Raises ``ValueError`` if a module has a backward hook. ``inside``: autograd calls the model's own hooks."""
     if not any(backward_hooks(model.modules())):
         return
     for name, module in model.named_modules():

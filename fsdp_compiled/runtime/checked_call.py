@@ -1,4 +1,4 @@
-"""What compile_sharded was called with, refused before anything is changed and without asking the other ranks."""
+"""Checks the arguments of compile_sharded, before anything is changed and without asking the other ranks."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def checked_call(
     policy: Policy | None,
     init: Callable[[nn.Module], Any] | None,
 ) -> tuple[list[Leaf], tuple[Rule, ...], Policy]:
-    """Everything that can be refused without asking the other ranks."""
+    """Makes every check that does not need the other ranks."""
     if not isinstance(model, nn.Module):
         raise ValueError(f"model is a {type(model).__name__}; expected a torch.nn.Module.")
     named = parameters_of(model)
@@ -115,7 +115,7 @@ def device_refusal(policy: Policy, device: torch.device) -> ValueError | None:
 
 
 def wire_refusal(policy: Policy, rules: Sequence[Rule], place: Mesh) -> ValueError | None:
-    """Of rounded messages beside what has not been held against eager PyTorch with them."""
+    """An error if ``Policy.wire`` meets something that was not yet compared with eager PyTorch under it; else None."""
     if policy.wire is None:
         return None
     return _not_yet(f"Policy.wire is {policy.wire!r}", rules, place)
@@ -132,7 +132,7 @@ def _not_yet(what: str, rules: Sequence[Rule], place: Mesh) -> ValueError | None
 def local_refusal(
     policy: Policy, rules: Sequence[Rule], modules: Iterable[nn.Module], place: Mesh
 ) -> ValueError | None:
-    """Of local steps. ``place``: with sites along its replicate axis."""
+    """An error if local steps are not possible here; else None. ``place``: with sites along its replicate axis."""
     if policy.sync_every is None:
         return None
     what = f"Policy.sync_every is {policy.sync_every}"

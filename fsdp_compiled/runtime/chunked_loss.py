@@ -1,12 +1,12 @@
-"""Cross-entropy over a large vocabulary whose logits are never whole: a few rows of them at a time.
+"""Cross-entropy over a large vocabulary that computes the logits of a few rows at a time, never all of them.
 
     hidden [N, width], weight [V, width]     cross_entropy(hidden @ weight.T)    [N, V] logits, three times over
     for each slice of rows [rows, width]     logits [rows, V] -> sum, freed      backward makes them again
 
-Each slice is a region of activation checkpointing: forward keeps its rows of ``hidden`` alone, and backward computes
-the slice's logits anew, turns them into gradients, and frees them before the next. That costs the head's product once
-more. It is made of PyTorch's own operators, so it is the same function under `compile_sharded`, under `fully_shard` in
-the model's forward, and outside of both. Liger-Kernel and torchtune cut the loss so.
+Each slice is a region of activation checkpointing. Forward keeps only the slice's rows of ``hidden``. Backward computes
+the slice's logits again, turns them into gradients, and frees them before the next slice. This costs the head's matrix
+product once more. The function consists of PyTorch's own operators, so it is the same under `compile_sharded`, under
+`fully_shard` in the model's forward, and outside of both. Liger-Kernel and torchtune split the loss in the same way.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ def chunked_cross_entropy(
 ) -> torch.Tensor:
     """The mean of ``cross_entropy(linear(hidden, weight, bias), targets)`` over the targets that count.
 
-    ``hidden``: what the model's head is given, [..., width]. ``weight``: the head's, [vocabulary, width]; ``bias``:
-    [vocabulary]. ``targets``: classes, int64, of ``hidden``'s shape without the last dim. ``rows``: how many have their
-    logits at once. Logits of half precision are turned to float32 before the softmax. Loss and gradients are those of
-    the uncut loss but for the order of sums over slices (in float32 within 1e-6 of the largest). Returns a 0-d tensor,
-    nan where every target is ignored. Raises ``ValueError`` for shapes that do not fit.
+    ``hidden``: the input of the model's head, [..., width]. ``weight``: the head's, [vocabulary, width]; ``bias``:
+    [vocabulary]. ``targets``: classes, int64, of ``hidden``'s shape without the last dim. ``rows``: how many rows have
+    logits at the same time. Half-precision logits are converted to float32 before the softmax. Loss and gradients equal
+    those of the unsplit loss, apart from the order of sums over slices (in float32 within 1e-6 of the largest). Returns
+    a 0-d tensor, nan if every target is ignored. Raises ``ValueError`` for shapes that do not fit.
     """
     _check(hidden, weight, targets, rows)
     hidden, targets = hidden.reshape(-1, hidden.shape[-1]), targets.reshape(-1)
@@ -51,7 +51,7 @@ def _summed(
     hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, targets: torch.Tensor,
     options: tuple[int, float],
 ) -> torch.Tensor:  # fmt: skip
-    """Of one slice, over its rows."""
+    """The sum of one slice's losses over its rows."""
     logits = F.linear(hidden, weight, bias)
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     ignore_index, smoothing = options

@@ -1,4 +1,4 @@
-"""Whole tensors on rank 0, of every rank's shards: those of a flat buffer, and the model's state dictionary."""
+"""Collects whole tensors on rank 0 from every rank's shards: of one flat buffer, or the model's state dictionary."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from fsdp_compiled.runtime.tensor_parallel.parts import whole_value
 
 
 def collected(own: torch.Tensor, buffer: Buffer, cut: bool, what: str, mesh: Mesh) -> Work[dict[str, torch.Tensor]]:
-    """``[numel / shard]`` on each rank (all of it where it is not ``cut``) -> copies on the CPU, by parameter's name.
+    """``[numel / shard]`` on each rank (all of it if not ``cut``) -> copies on rank 0's CPU, by parameter name.
 
-    An empty dictionary on the other ranks. In stages as `lockstep` wants them, each named by ``what``.
+    Other ranks get an empty dictionary. Runs in stages, as `lockstep` expects, each named by ``what``.
     """
     if cut:
         yield what
@@ -46,8 +46,8 @@ def full_state_dict(
 ) -> Work[dict[str, Any]]:
     """The ordinary ``model.state_dict()``, on rank 0 and on the CPU; an empty dictionary elsewhere.
 
-    In stages, for `lockstep`: what fails on one rank, such as a hook of the model's on rank 0, is an error on every
-    rank; nothing is changed.
+    Runs in stages, for `lockstep`: if one rank fails, for example in a hook of the model on rank 0, every rank raises
+    an error. Nothing is changed.
     """
     wait_for_host_memory(plan)
     whole: dict[str, torch.Tensor] = {}

@@ -1,13 +1,13 @@
-"""Local steps: sites train by themselves, and exchange how far they came every `Policy.sync_every` steps.
+"""Local steps: each site trains by itself, and sites exchange their progress every `Policy.sync_every` steps.
 
     step 1 ... step H     each site's own: its plan has no replicate axis, so neither has its program
     exchange              passes/outer_update, over the plan that has one; all ranks meet before
     step H + 1 ...
 
-The anchor, what the weights were after the last exchange, is taken when the next step begins, so that weights that are
-loaded or written before it count. Between exchanges a site's weights, and always its optimizer's state, differ from
-another's: a checkpoint has the anchor as the model's weights, which is the same on all sites, and beside it, in the
-value ``local``, what each rank holds, to go on from on the same mesh.
+The anchor holds the weights after the last exchange. It is copied when the next step begins, so it includes weights
+that are loaded or written before then. The optimizer's state always differs between sites, and weights differ between
+exchanges. So a checkpoint stores the anchor, which is the same on all sites, as the model's weights. It also stores
+each rank's own tensors, in the value ``local``, from which training can continue on the same mesh.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ Saved = Mapping[str, Any]
 
 
 def own_sites(mesh: Mesh, shard: str) -> Mesh:
-    """The mesh of local steps, on which each site is a row; under ``"ddp"`` on one axis each rank is."""
+    """The mesh of local steps, in which each row is a site. Under ``"ddp"`` on one axis, each rank is a site."""
     ranks, replicas = sites(shard, mesh.shard, mesh.replicate)
     if (ranks, replicas) == (mesh.shard, mesh.replicate):
         return mesh
@@ -41,17 +41,17 @@ def own_sites(mesh: Mesh, shard: str) -> Mesh:
 
 
 def exchanges(policy: Policy, replicas: int) -> tuple[str, ...]:
-    """What a plan says of them."""
+    """The note about exchanges that a plan prints; empty if there are none."""
     if policy.sync_every is None:
         return ()
     return (f"{replicas} site{'s' * (replicas > 1)} by themselves for {policy.sync_every} steps, then an exchange",)
 
 
 class LocalSteps:
-    """``steps``: of this rank since the last exchange. ``program``: that of an exchange."""
+    """``steps``: how many steps this rank made since the last exchange. ``program``: the program of an exchange."""
 
     def __init__(self, plan: Plan, mesh: Mesh, maker: ProgramMaker, state: State) -> None:
-        """``plan``: of a site. ``state``: gets what an exchange reads and writes."""
+        """``plan``: the plan of one site. ``state``: gets the tensors that an exchange reads and writes."""
         assert plan.policy.sync_every is not None
         self.every, self.steps = plan.policy.sync_every, 0
         self.program: Program = passes.outer(replace(plan, replicate=mesh.replicate))
@@ -71,13 +71,13 @@ class LocalSteps:
                     anchor.copy_(state.parameters[key])
 
     def exchange(self, state: State) -> None:
-        """Moves the weights; the same call on all ranks, which have met."""
+        """Runs the exchange, which updates the weights. All ranks have met, and make the same call."""
         if self._runner is None:
             self._runner, _ = self._maker.lower(self.program)
         held = {"shard": state.parameters, "state": state.optimizer}
         with below_autograd():
             self._runner(*(held[port.kind][port.key] for port in self.program.inputs))
-        for key in self._shards:  # which is not counted below autograd, for what follows them
+        for key in self._shards:  # PyTorch counts no writes below autograd, but readers of the counter need it
             torch.autograd.graph.increment_version(state.parameters[key])
         self.steps = 0
 
@@ -85,13 +85,13 @@ class LocalSteps:
         return {key: state.optimizer[Port("in", "state", key, ANCHOR).key] for key in self._shards}
 
     def weights(self, state: State) -> dict[str, torch.Tensor]:
-        """What all sites have: between exchanges, as it was at the last."""
+        """The weights that all sites have in common: between exchanges, those of the last one."""
         return {**state.parameters, **(self.anchors(state) if self.steps else {})}
 
     # In checkpoints.
 
     def saved(self, state: State) -> dict[str, Any]:
-        """What this rank goes on from, besides what is the same on all sites."""
+        """What this rank needs to go on, besides what is the same on all sites."""
         weights = {key: state.parameters[key] for key in self._shards} if self.steps else {}
         return {"steps": self.steps, **self._where, "state": _apart(state), "weights": weights}
 
@@ -101,7 +101,7 @@ class LocalSteps:
         return all(saved[name] == size for name, size in self._where.items()) and own == dict(sizes)
 
     def load(self, saved: Saved | None, state: State) -> None:
-        """Goes on from it; without, from the weights that there are, as after an exchange."""
+        """Goes on from ``saved``; if it is None, from the present weights, as after an exchange."""
         self.steps = saved["steps"] if saved is not None else 0
         if saved is None:
             for name, tensor in state.optimizer.items():
@@ -115,5 +115,5 @@ class LocalSteps:
 
 
 def _apart(state: State) -> dict[str, torch.Tensor]:
-    """What of the optimizer's state differs between sites: all but its numbers."""
+    """The optimizer state that differs between sites: all of it except single numbers."""
     return {name: tensor for name, tensor in state.optimizer.items() if tensor.dim()}

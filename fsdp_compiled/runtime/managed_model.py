@@ -4,12 +4,12 @@ The model's parameters are live (`sharded_parameter`), and so are its buffers: t
 and loaded, and the model can be called (`gathered_call`). Learning-rate schedulers set the rate in the optimizer's
 groups.
 
-What is changed without a call that could refuse (``module.weight = other``) is noticed at the next call of the
-`Sharded`: `ManagedModel.check` compares the tables of all modules with what they held.
+Some changes are made without a call that could refuse them (``module.weight = other``). The next call of the `Sharded`
+notices them: `ManagedModel.check` compares the tables of all modules with what they held.
 
-The user's optimizer is the place of the rates, and of nothing else. Its update is part of the program and its state
-lives in shards. Hyperparameters in its groups are read at every step; calls that would update, save, load, or change
-what is trained are refused at once, each with what to call instead.
+The user's optimizer only holds hyperparameters such as the rates. Its update is part of the program, and its state
+lives in shards. Every step reads the hyperparameters in its groups. Calls that would update, save, load, or change what
+is trained raise an error at once, which says what to call instead.
 """
 
 from __future__ import annotations
@@ -61,14 +61,14 @@ def _refuse_change(*_args: Any, **_kwargs: Any) -> NoReturn:
 
 
 class _NoState(dict[Any, Any]):
-    """Refuses whoever looks for state."""
+    """Raises an error for every access to the optimizer's state."""
 
     def __repr__(self) -> str:
         return "(in sharded.state.optimizer)"
 
 
 class _FixedList(list[Any]):
-    """A group's parameters, to be read only."""
+    """A group's parameters, as a read-only list."""
 
 
 for _name in ("getitem", "setitem", "delitem", "contains", "iter", "len", "eq", "ior", "or", "reduce_ex"):
@@ -81,14 +81,14 @@ for _name in ("__setitem__", "__delitem__", "__iadd__", "__imul__", "append", "e
 
 
 class ManagedOptimizer:
-    """Closes the optimizer, and notices what was changed past its doors."""
+    """Makes the optimizer's methods raise errors, and notices changes that were made without them."""
 
     def __init__(self, optimizer: Optimizer) -> None:
         self._optimizer = optimizer
         optimizer.state.clear()
         optimizer.state = self._state = _NoState()
         optimizer.step = _refuse_step
-        optimizer._opt_called = True  # with the mark above, what schedulers look for
+        optimizer._opt_called = True  # schedulers look for this, and for the mark above
         optimizer.state_dict = optimizer.load_state_dict = _refuse_state
         optimizer.add_param_group = _refuse_change
         for group in optimizer.param_groups:
@@ -96,7 +96,7 @@ class ManagedOptimizer:
         self._parameters = [group["params"] for group in optimizer.param_groups]
 
     def check(self) -> None:
-        """Raises ``ValueError`` where its state or its groups' parameters are others."""
+        """Raises ``ValueError`` if its state, its ``step`` or its groups' parameters were replaced."""
         now = [group["params"] for group in self._optimizer.param_groups]
         if len(now) != len(self._parameters) or not all(map(is_, now, self._parameters)):
             raise ValueError(
@@ -140,7 +140,7 @@ class ManagedModel:
 
     @contextmanager
     def open(self) -> Iterator[nn.Module]:
-        """Inside, the model may be traced, which puts other tensors in the place of its parameters."""
+        """Inside, the model may be traced: tracing puts other tensors in place of its parameters."""
         for hook in self._hooks_of_call:
             hook.remove()
         try:
@@ -163,8 +163,8 @@ class ManagedModel:
         if not self._same():
             if (reason := self._changed()) is not None:
                 raise ValueError(reason)
-            self._remember()  # modules without parameters were exchanged: that is for the guards of programs
-        if self._hooked != RemovableHandle.next_id:  # which PyTorch counts up for each hook of the process
+            self._remember()  # only modules without parameters were replaced: programs' guards check these
+        if self._hooked != RemovableHandle.next_id:  # PyTorch raises it for each hook of the process
             if any(self._hooks):
                 check_module_hooks(self.model)
             self._hooked = RemovableHandle.next_id
@@ -172,7 +172,7 @@ class ManagedModel:
             one.check()
 
     def leave_gradients(self, flats: Mapping[str, torch.Tensor], idle: Collection[str]) -> None:
-        """Flat gradients, by buffer key, become ``grad`` of the parameters; None for those that have none."""
+        """Sets each parameter's ``grad`` from the flat gradients, by buffer key; to None if it has no gradient."""
         for parameter in self.model.parameters():
             place = parameter._sharded_place  # type: ignore[attr-defined]
             flat = flats.get(place.buffer.key)
@@ -181,7 +181,7 @@ class ManagedModel:
         self.layout.gradients_left = False
 
     def check_gradients(self, call: str) -> None:
-        """Raises ``ValueError`` where a backward of the user's left a gradient, which this call would not add."""
+        """Raises ``ValueError`` if the user's own backward left a gradient, since this call would not add to it."""
         for name, parameter in named_parameters(self.model):
             gradient = parameter.grad
             own = gradient.local if is_sharded(gradient) else gradient
@@ -212,7 +212,7 @@ class ManagedModel:
             by_identity[0] = False
 
     def _check_trained(self) -> None:
-        """Raises ``ValueError`` where other parameters are trained than were laid out for it."""
+        """Raises ``ValueError`` if ``requires_grad`` of a parameter differs from what the shards were laid out for."""
         for name, one in named_parameters(self.model):
             if is_live(one) and one.requires_grad != (trained := one._sharded_place.leaf.trainable):  # type: ignore[attr-defined]
                 was, now = ("trainable", "frozen") if trained else ("frozen", "trainable")
@@ -225,7 +225,7 @@ class ManagedModel:
         self._flips = self.layout.flips
 
     def _changed(self) -> str | None:
-        """Which parameter is not the one that was taken over."""
+        """Says which parameter is not the one that was taken over; None if all are."""
         now = _entries(self.model.named_modules(remove_duplicate=False))
         for name in {**self._parameters, **now}:
             old, new = self._parameters.get(name, MISSING), now.get(name, MISSING)
@@ -239,7 +239,7 @@ class ManagedModel:
 
 
 def _entries(named: Iterable[tuple[str, nn.Module]]) -> dict[str, nn.Parameter | None]:
-    """What the tables of parameters of these modules hold, None too, by name; modules that hold none apart."""
+    """The entries of these modules' parameter tables by name, None too. Modules without parameters are left out."""
     return {
         f"{path}.{name}" if path else name: parameter
         for path, module in named
@@ -250,7 +250,7 @@ def _entries(named: Iterable[tuple[str, nn.Module]]) -> dict[str, nn.Parameter |
 
 @contextmanager
 def holding(model: nn.Module, instead: Mapping[int, torch.Tensor]) -> Iterator[None]:
-    """Inside, the model holds other tensors in the place of those parameters and buffers, by ``id``."""
+    """Inside, the model holds the tensors in ``instead`` in place of the parameters and buffers with these ``id``s."""
     with put_back(model):
         for module in model.modules():
             for table in (module._parameters, module._buffers):
@@ -259,9 +259,9 @@ def holding(model: nn.Module, instead: Mapping[int, torch.Tensor]) -> Iterator[N
 
 
 def _refuse_assigning(model: nn.Module) -> None:
-    """Has ``load_state_dict(assign=True)`` refused, of all modules with live parameters inside.
+    """Makes ``load_state_dict(assign=True)`` an error for all modules with live parameters inside.
 
-    They have one hook in common, under one number: to make one for each takes ten times as long.
+    These modules share one hook under one number: registering one for each module takes ten times as long.
     """
     number = model._register_load_state_dict_pre_hook(_refuse_assigned).id
     hook = model._load_state_dict_pre_hooks[number]

@@ -1,6 +1,6 @@
-"""A model on the meta device gets memory and values, module by module, by ``init=`` or its own ``reset_parameters``.
+"""Gives a model on the meta device memory and values, module by module, by ``init=`` or ``reset_parameters``.
 
-New memory is filled with a pattern that no initialization gives, so what nothing wrote is found, and refused by name.
+New memory is filled with a pattern that no initialization gives. If nothing wrote a tensor, an error names it.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from fsdp_compiled.runtime.tensor_parallel.parts import local_part
 
 Initializer = Callable[[nn.Module], Any]
 Modules = Sequence[tuple[str, nn.Module]]
-Order = dict[nn.Module, tuple[int, str]]  # of all modules of a model, the place and the name
+Order = dict[nn.Module, tuple[int, str]]  # by module, its position in the model and its name
 Holder = tuple[nn.Module, str]  # where a parameter hangs: module._parameters[name]
 AT_ONCE = 1 << 20  # elements that are compared at a time, so that comparing takes little memory
 WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def check_initializable(modules: Modules, init: Initializer | None) -> None:
-    """Refuses a meta model with a module that nobody can fill, before anything is changed."""
+    """Raises ``ValueError``, before anything is changed, if a module on the meta device cannot be filled."""
     for name, module in modules:
         there = [key for key, one in module._parameters.items() if one is not None and not one.is_meta]
         meta = [key for key, one in module._buffers.items() if one is not None and one.is_meta]
@@ -44,9 +44,9 @@ def check_initializable(modules: Modules, init: Initializer | None) -> None:
 
 
 def materialize(holders: Iterable[Holder], order: Order, device: torch.device, init: Initializer | None) -> None:
-    """Fills the meta parameters that hang here, by the modules that own them, in order; tied ones stay tied.
+    """Fills the meta parameters at these places, module by module in the model's order; tied ones stay tied.
 
-    Raises ``ValueError`` for what nothing wrote.
+    Raises ``ValueError`` for a tensor that nothing wrote.
     """
     modules = list(dict.fromkeys(module for module, name in holders if held((module, name)).is_meta))
     replaced: dict[int, nn.Parameter] = {}
@@ -100,16 +100,16 @@ def held(holder: Holder) -> nn.Parameter:
 
 
 def unwritten_like(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """One of the same layout on this device, of which nothing is written yet."""
+    """A tensor of the same layout on this device, filled with the pattern of elements that are not written yet."""
     made = torch.empty_like(tensor, device=device)
     _memory(made).fill_(_byte(made))
     return made
 
 
 def unwritten(tensor: torch.Tensor) -> int:
-    """How many elements of what `unwritten_like` made nobody has written.
+    """How many elements of a tensor made by `unwritten_like` were never written.
 
-    Of integers, which may be anything, that is all of them or none; of bool, none.
+    Integers may have any value, so for them it is all elements or none; for bool it is none.
     """
     floating = tensor.is_floating_point() or tensor.is_complex()
     memory = _memory(tensor) if tensor.device.type != "meta" else torch.empty(0)
@@ -123,7 +123,7 @@ def unwritten(tensor: torch.Tensor) -> int:
 
 
 def _byte(tensor: torch.Tensor) -> int:
-    """Of floating-point numbers, a NaN that no operator gives; of integers, a number that nobody counts to."""
+    """The pattern's byte: a NaN that no operator gives for floats, and a number that nobody counts to for integers."""
     if tensor.dtype is torch.bool:
         return 0
     return 0xFF if tensor.is_floating_point() or tensor.is_complex() else 0xFD

@@ -1,9 +1,9 @@
-"""The model's buffers, as they hang in its modules now: a replaced one is read as it is.
+"""Follows the model's buffers: if the user replaces one in a module, the next call reads the new tensor.
 
     model.norm.running_mean = torch.zeros(8)        # the state's "norm.running_mean" is that tensor from the next call
 
-The state holds the tensors that programs read and write; modules hold the same ones. Whoever replaces a module's tensor
-(by assignment, `register_buffer` or `setattr`) means the state's too. They are compared by identity at every call.
+The state holds the tensors that programs read and write; the modules hold the same tensors. A user who replaces a
+module's tensor (by assignment, `register_buffer` or `setattr`) means the state's too. Calls compare them by identity.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from fsdp_compiled.plan.leaf import check_class
 
 
 def take(replaced: Mapping[str, torch.Tensor | None], *holders: dict[str, torch.Tensor]) -> None:
-    """Buffers that the user put into the model's modules are the holders'; None: one that was deleted."""
+    """Puts buffers that the user replaced in the model's modules into the holders too; None: a deleted buffer."""
     for holder in holders:
         for name, tensor in replaced.items():
             holder.pop(name, None) if tensor is None else holder.update({name: tensor})
 
 
 class ModuleBuffers:
-    """Where buffers hang, and what hung there at the last call."""
+    """The places of the model's buffers, and the tensors that were there at the last call."""
 
     def __init__(self, model: nn.Module, device: torch.device) -> None:
         self._model, self._device = model, device
@@ -39,7 +39,7 @@ class ModuleBuffers:
         self.first = self.layout
 
     def scan(self) -> dict[str, torch.Tensor | None]:
-        """Looks for buffers that were registered or deleted; what they are now, by name, None where one is gone."""
+        """Looks for buffers that were registered, replaced or deleted. Returns them by name, None for a deleted one."""
         before = dict(zip(self._names, self._seen, strict=True))
         places = [
             (f"{path}.{name}".lstrip("."), module._buffers, name)
@@ -56,16 +56,16 @@ class ModuleBuffers:
         return found | dict.fromkeys(before.keys() - now.keys())
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """What hangs there, by name."""
+        """The buffers by name."""
         return {name: one for name, one in zip(self._names, self._seen, strict=True) if one is not None}
 
     def replaced(self) -> Mapping[str, torch.Tensor | None]:
-        """Those that are other tensors than at the last call."""
+        """The buffers that are not the same tensors as at the last call."""
         now = map(dict.get, self._holders, self._keys)
         return {} if all(map(is_, now, self._seen)) else self.scan()
 
     def _own(self, name: str, holder: dict[str, Any], key: str) -> torch.Tensor | None:
-        """The tensor that hangs there, as a program can write to it."""
+        """The buffer's tensor, in a form that a program can write to."""
         tensor = holder[key]
         if tensor is None:
             return None
@@ -85,7 +85,7 @@ class ModuleBuffers:
         return tensor
 
     def _layout(self) -> str:
-        """Equal where programs that read these buffers are the same."""
+        """A digest that is equal if programs that read these buffers are the same."""
         first: dict[int, int] = {}
         said = [
             (

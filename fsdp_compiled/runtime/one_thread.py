@@ -1,8 +1,8 @@
 """Lets one thread at a time call a `Sharded`.
 
-A step writes weights in place and hands its state on; a save, or another step, that another thread makes meanwhile
-would read half of both. Which of two threads comes first, no other rank could know either, so neither waits: the second
-one is refused.
+A step writes weights in place and hands its state on. If another thread saved or made a step meanwhile, it would read
+half-written values. No other rank could know which of two threads came first. So neither waits: the second one gets an
+error.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def one_thread(method: F) -> F:
-    """Raises ``RuntimeError`` where another thread is in such a call of the same object. The call is not traced.
+    """Raises ``RuntimeError`` if another thread is in such a call of the same object. The call is not traced.
 
-    ``self.calling``, an ``RLock``, is held meanwhile: the thread that has it may make calls inside of calls.
+    The call holds ``self.calling``, an ``RLock``, so the same thread may make calls inside of calls.
     """
 
     @wraps(method)

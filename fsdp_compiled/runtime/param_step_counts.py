@@ -1,8 +1,8 @@
 """Checks that all parameters of a group have made the steps that their group counts.
 
-PyTorch's optimizers count each parameter's own steps, and one without a gradient makes none. Here a group has one count
-(`optim.rule.StateTensor.scalar`), so all of its parameters that are updated at all make the same steps. A step that
-would part them is refused before anything is changed: with the count of the others, its update would be another.
+PyTorch's optimizers count each parameter's own steps, and a parameter without a gradient makes none. Here a group has
+one count (`optim.rule.StateTensor.scalar`), so all of its parameters that are updated at all must make the same steps.
+A step that would break this raises an error before anything is changed: with the wrong count its update would be wrong.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ SHOWN = 4
 
 @dataclass
 class StepCounts:
-    """``updated``: by a rule's key, the parameters that have made its steps; a rule that made none has no entry.
+    """``updated``: by a rule's key, the parameters that have made the rule's steps; a rule without steps has no entry.
     ``added``: the parameters that have gradients in the sums of microbatches."""
 
     updated: dict[str, Names] = field(default_factory=dict)
     added: Names = frozenset()
 
     def check(self, reached: Mapping[str, Names], rules: Sequence[Rule]) -> None:
-        """Raises ``ValueError``, on every rank, for a step of these parameters that would part a group's."""
+        """Raises ``ValueError``, on every rank, if a step of these parameters would give a group unequal counts."""
         for key, names in reached.items():
             before = self.updated.get(key)
             if before is not None and before != names:
@@ -48,13 +48,13 @@ class StepCounts:
         self.added = frozenset()
 
     def loaded(self, updated: Mapping[str, Names]) -> None:
-        """As a checkpoint has it of these rules; nothing is added up."""
+        """Takes the counts of these rules from a checkpoint. No microbatches are summed up then."""
         self.updated = {key: names for key, names in (self.updated | dict(updated)).items() if names}
         self.added = frozenset()
 
     @property
     def value(self) -> tuple[Any, ...]:
-        """As it is part of a tree's structure."""
+        """The counts, as part of a pytree's structure."""
         updated = tuple((key, tuple(sorted(names))) for key, names in sorted(self.updated.items()))
         return updated, tuple(sorted(self.added))
 
@@ -88,7 +88,8 @@ def names_of(plan: Plan, rule: Rule) -> list[str]:
 
 
 def reached_by(idle: Collection[str], plan: Plan, rules: Iterable[Rule]) -> dict[str, Names]:
-    """By a rule's key, those of its parameters that are not idle, for rules that count; where there are any."""
+    """By a rule's key, its parameters that are not idle. Rules that count no steps, or have no such parameters, are
+    left out."""
     left = frozenset(idle)
     found = {rule.key: frozenset(names_of(plan, rule)) - left for rule in rules if rule.counts}
     return {key: names for key, names in found.items() if names}
@@ -100,7 +101,7 @@ def fresh(rule: Rule) -> dict[str, float]:
 
 
 def aged(rule: Rule, numbers: Mapping[str, Numbers]) -> Names:
-    """Of parameters with numbers of their own, by name, those that have made steps."""
+    """The parameters that have made steps. ``numbers``: each parameter's own, by name."""
     begin = fresh(rule)
     return frozenset(
         name for name, own in numbers.items() if any(own[key] != begin[key] for key in begin.keys() & own.keys())
@@ -108,14 +109,14 @@ def aged(rule: Rule, numbers: Mapping[str, Numbers]) -> Names:
 
 
 def of_group(rule: Rule, rows: Mapping[str, Numbers]) -> tuple[Names, dict[str, Numbers]]:
-    """Of a rule's parameters with numbers of their own, by name: who has made steps, and whose numbers are the group's,
-    in which they must agree (`parted`): theirs, or everyone's where nobody has."""
+    """The parameters of a rule that have made steps, and the rows that are the group's numbers and so must agree
+    (`parted`): those of these parameters, or all if none made a step. ``rows``: each one's numbers, by name."""
     stepped = aged(rule, rows) if rule.counts else frozenset()
     return stepped, {name: own for name, own in rows.items() if name in stepped} or dict(rows)
 
 
 def parted(rows: Iterable[Numbers]) -> dict[str, list[float]]:
-    """By name, the values of numbers that differ between these."""
+    """The numbers that differ between these parameters: all their values, by name."""
     values: dict[str, set[float]] = {}
     for own in rows:
         for name, value in own.items():
@@ -124,7 +125,7 @@ def parted(rows: Iterable[Numbers]) -> dict[str, list[float]]:
 
 
 def brought_by(optimizer: Optimizer | None, model: nn.Module, plan: Plan, rules: Iterable[Rule]) -> StepCounts:
-    """Of an optimizer that may have made steps, over the model before it is taken over."""
+    """The counts of an optimizer that may have made steps. ``model``: as it is before it is taken over."""
     if optimizer is None or not optimizer.state:
         return StepCounts()
     names: dict[Any, str] = {parameter: name for name, parameter in named_parameters(model)}
@@ -134,7 +135,7 @@ def brought_by(optimizer: Optimizer | None, model: nn.Module, plan: Plan, rules:
 
 
 def _has_stepped(kept: Any) -> bool:
-    """State alone may be what the constructor made, as Adagrad's does."""
+    """Whether the state shows a step. State may also come from the constructor, as Adagrad's does."""
     if not isinstance(kept, Mapping) or all(value is None for value in kept.values()):
         return False
     return "step" not in kept or float(kept["step"]) != 0

@@ -29,8 +29,8 @@ Mark = tuple[fx.Node, float, float]  # what was called, when, and until when, in
 
 
 class Timed:
-    """``runner``: the same program; ``marks`` reads what its last run took. On a GPU events tell, on its own stream,
-    so that a wait is as long as that stream stands still."""
+    """``runner`` runs the same program; ``marks`` gives the times of its last run. On a GPU, events on its own stream
+    measure, so a wait is as long as that stream stands still."""
 
     def __init__(self, code: Code, device: torch.device) -> None:
         self._now: Callable[[], Any] = _event if device.type == "cuda" else time.perf_counter
@@ -70,19 +70,19 @@ def _event() -> torch.cuda.Event:
     return event
 
 
-FULL = 0.8  # of the time something is on the wire
+FULL = 0.8  # above this fraction of a step, the wire counts as full
 
 
 @dataclass
 class Profile:
-    """``runs``: the calls that were made inside, in order, of this rank, each of a program."""
+    """``runs``: this rank's calls inside the block, in order, each with its program."""
 
     plan: Plan
     runs: list[tuple[Compiled, Timeline]] = field(default_factory=list)
 
     @property
     def compiled(self) -> Compiled | None:
-        """The program that updated last, or, where none did, that ran last."""
+        """The last program that made an update; if none did, the last that ran."""
         every = [compiled for compiled, _ in self.runs]
         return next((one for one in reversed(every) if one.updates), every[-1] if every else None)
 
@@ -93,7 +93,7 @@ class Profile:
 
     @property
     def step(self) -> Timeline:
-        """The one of median length; raises ``RuntimeError`` where none was measured."""
+        """The step of median length; raises ``RuntimeError`` if none was measured."""
         if not self.steps:
             raise RuntimeError(
                 "Nothing was measured: no program that was compiled before the block ran inside it. Make a step before "
@@ -151,11 +151,10 @@ def _noting(timed: Timed, compiled: Compiled, found: Profile) -> Runner:
 
 
 def sentence(plan: Plan, program: Program, step: Timeline) -> str:
-    """What bounds a step that was measured, or predicted, with the field of `Policy` that is likely to move it.
+    """Says what bounds a measured or predicted step, and which field of `Policy` is likely to make it faster.
 
-    Its time is compute, waiting for what is on the wire, and what the host takes to start both; the largest is what
-    bounds it. The field is a guess from what the policy says and how full the wire is; `simulate` and a second profile
-    tell.
+    A step's time is compute, waiting for communication, and the host's time to start both. The largest of these bounds
+    the step. The field is a guess from the policy and from how full the wire is; `simulate` and a second profile tell.
     """
     exposed, compute = step.busy_nodes(WAIT), step.busy_nodes("compute")
     parts = {
@@ -179,7 +178,7 @@ def sentence(plan: Plan, program: Program, step: Timeline) -> str:
 
 
 def _covered(step: Timeline) -> float:
-    """Seconds in which something is on the wire; what was measured may overlap."""
+    """Seconds in which something is on the wire, counted once where measured spans overlap."""
     covered, until = 0.0, 0.0
     for span in sorted((one for one in step.nodes if one.lane == "network"), key=lambda one: one.start):
         covered += max(0.0, span.end - max(until, span.start))

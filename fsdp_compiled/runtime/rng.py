@@ -3,31 +3,32 @@
     one rank         PyTorch's default generator itself: the numbers of eager PyTorch, between the user's own draws
     several ranks    128 bits of the default generator, mixed with the rank  ->  this call's numbers on this rank
 
-So what makes a script repeatable under plain PyTorch (`torch.manual_seed`, whenever it is called) makes it repeatable
-here. On several ranks the mixing is by a hash: what the user draws, what another `Sharded` draws, and what two ranks
-draw that were seeded alike, have nothing in common. Each call that draws takes its 128 bits anew, as a `DataLoader`
-takes its base seed, so ranks with one seed stay in step with each other whatever they draw.
+So a script that is repeatable under plain PyTorch (`torch.manual_seed`, whenever it is called) is repeatable here. On
+several ranks the numbers are mixed by a hash. So the draws of the user, of another `Sharded`, and of two ranks with the
+same seed have nothing in common. Each call that draws takes 128 new bits, as a `DataLoader` takes its base seed, so
+ranks with one seed stay in step with each other whatever they draw.
 
-Under tensor parallelism each rank has a second stream besides, mixed with its place among the ranks with batches of
-their own: ranks along the tp axis draw the same from it, if they drew the same 128 bits, which they compare (`drawn`).
+Under tensor parallelism each rank also has a second stream, mixed with its place among the ranks that have their own
+batches. Ranks along the tp axis draw the same numbers from it if they drew the same 128 bits, which they compare
+(`drawn`).
 
-No number is handed out twice, whatever other threads draw meanwhile: the default generator is drawn from, and never
-set back. On a CPU, operators of a call on several ranks are given a generator of the `Sharded`'s own (`bound`). On a
-GPU, where not all of them take one, the default generator stands on that generator's state for the time of the call;
-the user's state is not touched.
+No number is handed out twice, whatever other threads draw meanwhile: calls draw from the default generator and never
+reset it. On a CPU with several ranks, a call's operators get the `Sharded`'s own generator (`bound`). On a GPU some
+operators take no generator, so the default generator uses that generator's state during the call; the user's state is
+not touched.
 
 Random numbers are part of a `State`: see `DefaultState`.
 
-Random numbers of programs in a loop of the user's, under tensor parallelism.
+Programs in the user's own loop draw like this under tensor parallelism:
 
     draws of what all ranks along tp have    PyTorch's default generator: the numbers of FSDP2 with the same plan. Ranks
                                              along tp are to be seeded alike, which is compared
     draws of parts                           a generator of the call's own, seeded with 128 bits of the default one and
                                              the rank: other numbers on each
 
-FSDP2 draws both from the default generator: ranks along tp that are seeded alike, as they must be for the first kind,
-have the same mask on each of their parts, so that heads or hidden units that lie on two ranks are dropped together.
-Without a tp axis, programs of a loop draw from the default generator, and nothing of this is used.
+FSDP2 draws both from the default generator. Ranks along tp must be seeded alike for the first kind, so they have the
+same mask on each of their parts: heads or hidden units that lie on two ranks are dropped together. Without a tp axis,
+programs of a loop draw from the default generator, and none of this is used.
 """
 
 from __future__ import annotations
@@ -46,15 +47,15 @@ from fsdp_compiled.ir.program import SAME_PARTS, Program
 aten = torch.ops.aten
 CPU = torch.device("cpu")
 ODD = 0x2545F4914F6CDD1D
-ENTROPY = 2  # int64 numbers that a call takes of the user's stream
+ENTROPY = 2  # int64 numbers that a call draws from the user's stream
 WORDS = slice(24, 24 + 8 * 624)  # bytes of a CPU generator's state: 624 words of 32 bits, each in an int64
 
 
 class DefaultState:
     """The state of PyTorch's default generator, as the tensor ``State.random``.
 
-    Each reading brings the tensor up to date, and what was written into it since the last one is carried over to the
-    generator before anything is drawn: to read is to save, and to write is to restore.
+    Reading updates the tensor, so it saves the state. Writing into the tensor restores it: what was written since the
+    last reading is copied to the generator before anything is drawn.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -81,24 +82,24 @@ class DefaultState:
 
 
 class RandomNumbers:
-    """Where the programs of one `Sharded` draw from, on this rank."""
+    """The generators that the programs of one `Sharded` draw from on this rank."""
 
     def __init__(self, device: torch.device, rank: int, world: int, row: int | None = None) -> None:
-        """``row``: this rank's place among those with batches of their own, where there is a tp axis besides."""
+        """``row``: this rank's place among the ranks that have their own batches; None without a tp axis."""
         self.state = DefaultState(device if world == 1 else CPU)
         self._device, self._rank, self._world, self._row = device, rank, world, row
         self._own: torch.Generator | None = None
         self._shared: torch.Generator | None = None
-        # What operators draw from, those that draw the same along tp last; None: PyTorch's default generator.
+        # What operators draw from. The second is for those that draw the same along tp. None: PyTorch's default one.
         self._now: tuple[torch.Generator, torch.Generator] | None = None
-        self.drawn = torch.zeros(2, dtype=torch.float64, device=device)  # of this call, numbers below 2**20
+        self.drawn = torch.zeros(2, dtype=torch.float64, device=device)  # 128 bits of this call, as numbers below 2**20
 
     @contextmanager
     def drawing(self, state: DefaultState | torch.Tensor, shared: bool = False) -> Iterator[None]:
         """Inside, random operators draw from ``state``, and advance it.
 
-        A tensor is a state by value: the same one gives the same numbers again, and nobody else's generator moves.
-        ``shared``: on a GPU, where there is one stream, it is that of all ranks along the tp axis.
+        A tensor is a state by value: the same one gives the same numbers again, and no other generator moves.
+        ``shared``: a GPU has one stream in a call; use the one that all ranks along the tp axis have in common.
         """
         if isinstance(state, DefaultState):
             state.carry()
@@ -132,8 +133,8 @@ class RandomNumbers:
 
     @contextmanager
     def repeated(self, state: DefaultState | torch.Tensor) -> Iterator[None]:
-        """Inside, PyTorch's default generator gives what `drawing` will give a program; at the end, what it would
-        have given. Nothing advances."""
+        """Inside, PyTorch's default generator gives the numbers that `drawing` will give a program. At the end its
+        state is restored. Nothing advances."""
         value = (state.read() if isinstance(state, DefaultState) else state).clone()
         default = default_generator(self._device)
         before = default.get_state()
@@ -165,7 +166,8 @@ class RandomNumbers:
             default.graphsafe_set_state(users)
 
     def bound(self, operator: Callable[..., Any], shared: bool = False) -> Callable[..., Any]:
-        """The random operator, drawing from what `drawing` says when it runs; itself on a GPU, or if it cannot.
+        """The random operator with the generator that `drawing` sets when it runs; itself on a GPU, or if it takes
+        none.
 
         ``shared``: it draws the same on all ranks along the tp axis.
         """
@@ -190,9 +192,9 @@ def default_generator(device: torch.device) -> torch.Generator:
 
 
 def start(generator: torch.Generator, rank: int, state: DefaultState | torch.Tensor) -> list[int]:
-    """Puts the generator at the start of a rank's numbers for one call, and advances ``state`` by what that takes.
+    """Seeds the generator with the start of a rank's numbers for one call, and advances ``state`` by that draw.
 
-    ``state``: of a CPU generator, the default one or by value. Returns what was drawn.
+    ``state``: that of the default CPU generator, or a CPU generator's by value. Returns what was drawn.
     """
     source = torch.default_generator
     if isinstance(state, torch.Tensor):
@@ -217,9 +219,9 @@ def seed(generator: torch.Generator, text: str) -> None:
 
 
 def given_generator(operator: Callable[..., Any]) -> Callable[..., Any] | None:
-    """The same operator with a ``generator`` argument, the same numbers for the same state; None if there is none.
+    """The same operator with a ``generator`` argument; the same state gives the same numbers. None if there is none.
 
-    An operator of somebody's own has none, and draws from where it draws.
+    A custom operator has none, and draws from wherever its code says.
     """
     if operator in WRITTEN_OUT:
         return WRITTEN_OUT[operator]
@@ -269,7 +271,7 @@ WRITTEN_OUT: dict[Any, Callable[..., Any]] = {
 
 
 class LoopRandom:
-    """Where the programs of one module draw from, on this rank."""
+    """The generators that the programs of one module draw from on this rank."""
 
     def __init__(self, device: torch.device, rank: int) -> None:
         self._device, self._rank = device, rank
@@ -279,7 +281,7 @@ class LoopRandom:
 
     @contextmanager
     def drawing(self, shared: bool, parts: bool) -> Iterator[None]:
-        """Around the run of a program; ``shared``, ``parts``: which of the two it draws."""
+        """The context of a program's run; ``shared``, ``parts``: which of the two kinds it draws."""
         if shared:
             state = default_generator(self._device).get_state()
             digest = hashlib.sha256(state.numpy().tobytes()).digest()
@@ -312,7 +314,7 @@ class LoopRandom:
 
 
 def check_random(program: Program, device: torch.device) -> None:
-    """Raises `CaptureError` for draws, of a program that was just captured and marked, that could be wrong."""
+    """Raises `CaptureError` if draws of a program that was just captured and marked could be wrong."""
     for node in program.graph.nodes:
         if node.op != "call_function" or not is_random(node):
             continue

@@ -1,7 +1,7 @@
-"""A model's parameters become this rank's shards, one unit at a time.
+"""Turns a model's parameters into this rank's shards, one unit at a time.
 
-At no time does a rank hold more than the model it was given plus one unit's buffer; of a model on the meta device it
-holds its shards plus one unit. Rank 0's values are broadcast, so that all ranks agree whatever their seeds were.
+A rank never holds more than the model it was given plus one unit's buffer. For a model on the meta device, it holds its
+shards plus one unit. Rank 0's values are broadcast, so all ranks agree whatever their seeds were.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ HALF = (
     "optimizer again before the next compile_sharded."
 )
 Shards = dict[str, torch.Tensor]
-Stages = Work[Shards]  # says what comes next before each collective, as `lockstep` wants it
+Stages = Work[Shards]  # names each collective before it runs, as `lockstep` expects
 
 
 Named = Sequence[tuple[str, nn.Parameter]]
 
 
 def parameters_of(model: nn.Module) -> Named:
-    """In registration order, tied ones under each of their names."""
+    """The parameters in registration order, tied ones under each of their names."""
     return list(named_parameters(model, remove_duplicate=False))
 
 
@@ -99,7 +99,7 @@ def _groups(known: Mapping[int, nn.Parameter], optimizer: Optimizer | None) -> d
 
 @contextmanager
 def half_taken(mesh: Mesh) -> Iterator[None]:
-    """What fails inside says what became of the model."""
+    """Adds to an error that is raised inside what became of the model."""
     try:
         yield
     except RankError as error:
@@ -124,7 +124,7 @@ def take_over(
     """
     holders = _holders(model)
     originals = {name: held(places[0]) for name, places in holders.items()}
-    meta = any(parameter.is_meta for parameter in originals.values())  # else none is to be filled
+    meta = any(parameter.is_meta for parameter in originals.values())  # else none has to be filled
     order: Order = {}
     if meta:
         order = {module: (index, path) for index, (path, module) in enumerate(model.named_modules())}
@@ -133,10 +133,10 @@ def take_over(
     shards = layout.shards
     existing_state = read_scalars(optimizer)
     blocks = {block: index for index, block in enumerate(plan.blocks)}
-    # Parts of one block follow each other, so that what is drawn for a meta model does not depend on where it is cut,
-    # unless modules are tied across the cut: these are filled with the first of them.
+    # The parts of one block follow each other, so that the values drawn for a meta model do not depend on where it is
+    # cut. The exception is modules tied across the cut: they are filled with the first of them.
     for unit in sorted(plan.units, key=lambda unit: blocks[unit.members[0]]):
-        if meta and plan.tp > 1:  # all of the unit, in the model's order: what is drawn does not depend on what is cut
+        if meta and plan.tp > 1:  # fill the whole unit in the model's order: draws do not depend on the cut
             own = {holder for buffer in unit.buffers for slot in buffer.slots for holder in holders[slot.name]}
             materialize(own, order, plan.device, init)
         for buffer in unit.buffers:
@@ -147,7 +147,7 @@ def take_over(
             flat = torch.zeros(buffer.numel, dtype=buffer.dtype, device=plan.device)
             values: list[torch.Tensor] = []
             for slot, parameter in zip(buffer.slots, parameters, strict=True):
-                if slot.leaf.split and not isinstance(parameter, DTensor):  # filled here, as the whole that is cut
+                if slot.leaf.split and not isinstance(parameter, DTensor):  # filled above as a whole, to be cut
                     value = parameter.detach()
                     yield f"{slot.name}, whole"
                     broadcast(value, mesh)
@@ -172,7 +172,7 @@ def take_over(
 
 
 def _holders(model: nn.Module) -> dict[str, list[Holder]]:
-    """By first name, every place in the model where a parameter hangs."""
+    """Every place in the model that holds a parameter, by the parameter's first name."""
     first: dict[int, str] = {}
     found: dict[str, list[Holder]] = {}
     for path, module in model.named_modules():
@@ -190,13 +190,13 @@ def write_slot(flat: torch.Tensor, slot: Slot, value: torch.Tensor) -> None:
 
 
 def write_slots(flat: torch.Tensor, slots: Sequence[Slot], values: Sequence[torch.Tensor]) -> None:
-    """The same for several, in one call."""
+    """`write_slot` for several slots, in one call."""
     with torch.no_grad():
         torch._foreach_copy_([slot.leaf.at(flat, slot.offset) for slot in slots], list(values))
 
 
 def read_slot(flat: torch.Tensor, slot: Slot) -> torch.Tensor:
-    """The parameter-shaped view of its place."""
+    """A slot's place in the buffer, as a view of the parameter's shape."""
     return slot.leaf.in_shape(flat[slot.offset : slot.end])
 
 
@@ -206,7 +206,7 @@ def _own_slice(flat: torch.Tensor, plan: Plan, mesh: Mesh) -> torch.Tensor:
 
 
 def _replace(original: nn.Parameter, holders: Sequence[Holder], place: ShardPlace, optimizer: Optimizer | None) -> None:
-    """Lets the user's own parameter show the values that moved into shards, wherever it hangs."""
+    """Makes the user's own parameter show the values that moved into shards, in every module that holds it."""
     new = replace(original, place)
     for module, name in holders:
         module._parameters[name] = new
@@ -219,8 +219,8 @@ def _shard_existing_state(
     optimizer: Optimizer, rules: Sequence[Rule], buffer: Buffer, parameters: Sequence[nn.Parameter], plan: Plan,
     mesh: Mesh,
 ) -> Stages:  # fmt: skip
-    """State per element that an optimizer brings along, such as Adagrad's sums or a resumed run's moments; of
-    parameters without any, what the rule starts from."""
+    """Shards the per-element state that an optimizer brings along, such as Adagrad's sums or a resumed run's moments.
+    Parameters without state get the rule's initial value."""
     begins = {one.name: one.initial for rule in rules if rule.group == buffer.group for one in rule.state}
     own = zip(buffer.slots, parameters, strict=True)
     states = {slot: all_leaves(optimizer.state.get(parameter, {})) for slot, parameter in own}
@@ -229,7 +229,7 @@ def _shard_existing_state(
         for slot, state in states.items()
         for name, value in state.items()
         if isinstance(value, torch.Tensor) and value.shape == slot.leaf.whole_shape and not value.is_meta
-        # Of a parameter of one number, which of its numbers are per element is for the rules to say.
+        # For a parameter of one number, the rules say which of its state is per element.
         if value.dim() or name != "step"
     }
     found = {}
@@ -292,7 +292,7 @@ def _take_buffers(model: nn.Module, device: torch.device, mesh: Mesh) -> Stages:
                 own = own.clone() if own.is_contiguous() is False else own
                 yield f"buffer {path}.{name}: {own.dtype}{list(own.shape)}"
                 broadcast(own, mesh)
-                own.__dict__.update(vars(tensor))  # what the model noted on it
+                own.__dict__.update(vars(tensor))  # attributes that the model set on it
                 moved[id(tensor)] = own
                 moved[id(own)] = own
             module._buffers[name] = moved[id(tensor)]

@@ -1,12 +1,12 @@
-"""The update of an element-wise optimizer that is not traced: its own step, after the program, on this rank's shards.
+"""Updates this rank's shards with the own step of an element-wise optimizer that is not traced, after the program.
 
     program     forward, backward, reduce, unscale, clip -> gradients of this rank's shards
     then        param_groups[g]["params"] = shards, state from the tensors of `State`; type(optimizer).step(optimizer)
 
-A shard stands for all parameters that lie in it, since each element is updated from its own gradient and state alone:
-what would tell elements apart is an error by name, in every step (`optim.element_wise`). State has the same form as
-that of a traced update, so that what saves, loads, clones and shows it needs to know neither. Of parameters without a
-gradient, shard and state are put back; a step that overflowed does not run.
+A shard stands for all parameters in it, since each element is updated from its own gradient and state alone. Code that
+would treat elements differently raises an error that names it, in every step (`optim.element_wise`). State has the same
+form as that of a traced update, so code that saves, loads, clones and shows it treats both alike. For parameters
+without a gradient, shard and state are restored. A step that overflowed does not run.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from fsdp_compiled.optim.step import Part, step_on_shards
 from fsdp_compiled.optim.ways import noted_by
 from fsdp_compiled.plan.plan import Buffer, Plan
 
-BEGINS = {"first", "undamped"}  # scalars that say that no step was made, as traced rules ask it
+BEGINS = {"first", "undamped"}  # scalars by which traced rules tell that no step was made
 Named = Mapping[str, torch.Tensor]
 
 
@@ -44,7 +44,7 @@ class ShardUpdate:
         self._attributes = {name: vars(optimizer).get(name, MISSING) for name in entries}
 
     def check(self, rules: Sequence[Rule]) -> None:
-        """Raises ``ValueError`` for state that somebody set in the optimizer; what else its code reads, it reads."""
+        """Raises ``ValueError`` if somebody set state in the optimizer. Its code still reads all other attributes."""
         for name, value in self._attributes.items():
             if (now := vars(self._optimizer).get(name, MISSING)) is not value and now != value:
                 key = next(f"{rule.key}.{name}" for rule in self._own(rules))
@@ -58,7 +58,7 @@ class ShardUpdate:
         self, rules: Sequence[Rule], values: Mapping[str, float], state: Named, shards: Named,
         outputs: Mapping[Port, torch.Tensor], idle: Collection[str],
     ) -> None:  # fmt: skip
-        """One step on the gradients among these outputs of the program. ``values``: of the groups' numbers, by
+        """Makes one step on the gradients among the program's outputs. ``values``: the groups' numbers, by
         ``"<group>.<name>"``."""
         if OVERFLOW in outputs and bool(outputs[OVERFLOW]):
             return
@@ -123,7 +123,7 @@ class ShardUpdate:
     def _of_idle(
         self, rules: Sequence[Rule], state: Named, shards: Named, idle: Collection[str]
     ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """What has to be put back after the step, and what was there."""
+        """Yields what has to be restored after the step: each part, and a copy of its values."""
         each = {rule.group: [entry.name for entry in rule.state if not entry.scalar] for rule in rules}
         for buffer in self._buffers:
             slots = [slot for slot in buffer.slots if slot.name in idle]

@@ -1,4 +1,4 @@
-"""Sharded: what a person holds and calls.
+"""Sharded: the object that the user holds and calls.
 
 A step is a pure function of a `State` and a batch. The state's tensors are written in place (donated, as `jax.jit`
 says): `Sharded.apply` consumes the state it is given, and `Sharded.step` keeps one state and applies to it.
@@ -29,8 +29,8 @@ from fsdp_compiled.runtime.state import State, wait_for_host_memory
 class Sharded(ShardedCheckpoints):
     """A sharded model, its optimizer, and the compiled programs that train it; made by `compile_sharded`.
 
-    ``plan``: who is gathered with whom, and where every element lives. ``model`` and ``optimizer``: those that were
-    taken over, for their modes, buffers and rates.
+    ``plan``: which parameters are gathered together, and where every element lives. ``model`` and ``optimizer``: the
+    user's own, for train or eval mode, buffers and learning rates.
     """
 
     @one_thread
@@ -46,8 +46,8 @@ class Sharded(ShardedCheckpoints):
 
     @one_thread
     def synchronize(self) -> None:
-        """Exchanges between sites now, of the steps since the last exchange, as at the end of a run; see
-        ``Policy.sync_every``. Nothing where there are none. Collective."""
+        """Exchanges between sites now, for the steps since the last exchange, as at the end of a run; see
+        ``Policy.sync_every``. Does nothing if there are none. Collective."""
         if self._local is None:
             return
         with self._refusing():
@@ -64,7 +64,7 @@ class Sharded(ShardedCheckpoints):
     def accumulate(self, *batch: Any, **named: Any) -> Any:
         """Adds one microbatch's gradient, without an update; the next `step` uses the mean over all of them.
 
-        With a loss that is a mean over the batch, n - 1 calls and a `step` on equal parts are one step on the whole.
+        If the loss is a mean over the batch, n - 1 calls and a `step` on equal parts equal one step on the whole batch.
         Returns this rank's own loss, not averaged over ranks; the next `step` returns the mean over microbatches and
         ranks. ``Policy.accumulate`` says what is held in between. Collective.
         """
@@ -94,12 +94,12 @@ class Sharded(ShardedCheckpoints):
 
     @one_thread
     def value_and_grad(self, *batch: Any, **named: Any) -> tuple[Any, dict[str, torch.Tensor]]:
-        """``(loss, gradients)``, and nothing is updated but module buffers and the random state. Collective.
+        """Returns ``(loss, gradients)``. Updates nothing but module buffers and the random state. Collective.
 
-        ``gradients``: by parameter name, this rank's shard of the gradient's mean over the ranks: the 1-d part, in
-        the parameter's memory order, that lies in this rank's slice; often empty. Under ``"ddp"`` and ``"zero1"``,
-        the whole. ``parameter.grad`` is the same memory, in the place of what it was: ``clip_grad_norm_`` there clips
-        what is returned. With ``aux``, the first element is ``(loss, aux)``.
+        ``gradients``: by parameter name, this rank's shard of the mean gradient over the ranks. It is the 1-d part in
+        this rank's slice, in the parameter's memory order; often empty. Under ``"ddp"`` and ``"zero1"`` it is the whole
+        gradient. ``parameter.grad`` is replaced by the same memory: ``clip_grad_norm_`` there clips what is returned.
+        With ``aux``, the first element is ``(loss, aux)``.
         """
         compiled, outputs = self._run("gradient", self._state, batch, named)
         gradients: dict[str, torch.Tensor] = {}
@@ -115,7 +115,7 @@ class Sharded(ShardedCheckpoints):
 
     @one_thread
     def __call__(self, *inputs: Any, **named: Any) -> Any:
-        """Forward with gathered parameters and without gradient, in train or eval mode as the model is. Collective."""
+        """Runs forward with gathered parameters and no gradients, in the model's train or eval mode. Collective."""
         if self._taken.layout.gathered is not None:
             return self.model(*inputs, **named)
         compiled, outputs = self._run("forward", self._state, inputs, named)
@@ -125,9 +125,10 @@ class Sharded(ShardedCheckpoints):
     def gathered(self) -> Iterator[torch.nn.Module]:
         """Gathers all parameters once for many calls: ``with sharded.gathered() as model: model.generate(...)``.
 
-        Inside, without gradients, the model itself, its methods and ``sharded(*inputs)`` run the model's own code, not
-        compiled and with no communication, so that ranks may make other calls. To train, save or load is refused there,
-        and writes to parameters at its end. Each rank holds the whole model meanwhile. Collective at its beginning.
+        Inside, the model itself, its methods and ``sharded(*inputs)`` run the model's own code, without gradients,
+        compilation or communication, so ranks may make different calls. Training, saving and loading raise an error
+        inside; a write to a parameter raises one at the end. Each rank holds the whole model meanwhile. Collective at
+        its beginning.
         """
         held = hold(self.model, self._taken.layout, self._gather_all())
         failed = True
@@ -143,13 +144,13 @@ class Sharded(ShardedCheckpoints):
     def join(self) -> Iterator[Joined]:
         """For ranks with uneven numbers of batches, as DDP's ``join``. Collective; needs ``Policy(weigh="rows")``.
 
-        ``with sharded.join(): for batch in loader: sharded.step(*batch)``: a rank that comes to the end of the block
-        goes on in the steps of those that have not, with weight zero, until all have. So each step is one on all rows
-        that there are, and no rank waits for one that left. Before each call ranks exchange a few bytes between hosts,
-        for which the host waits for the device.
+        ``with sharded.join(): for batch in loader: sharded.step(*batch)``: a rank that reaches the end of the block
+        takes part in the other ranks' steps with weight zero, until all ranks have reached it. So each step covers all
+        rows that there are, and no rank waits for one that left. Before each call ranks exchange a few bytes between
+        hosts, for which the host waits for the device.
 
-        A scheduler that the loop steps stands still meanwhile on a rank that has run out: its steps are made with the
-        others' rates. Step it as often as ``shadowed``, of what ``join`` gives, says.
+        On a rank that has run out, a scheduler that the loop steps does not advance, and the rank's steps use the
+        others' rates. Step it as often as ``shadowed`` says, an attribute of what ``join`` gives.
         """
         if self.plan.policy.weigh != "rows":
             raise ValueError(
@@ -236,7 +237,7 @@ class Sharded(ShardedCheckpoints):
 
     @property
     def memory(self) -> Memory:
-        """What a rank holds between steps and while `program` runs, predicted, in bytes."""
+        """The predicted memory of a rank, between steps and while `program` runs, in bytes."""
         return self._programs.newest.memory
 
     @property
@@ -268,8 +269,8 @@ class Sharded(ShardedCheckpoints):
         return dump.write(folder, self.plan, newest.stages, newest.memory, newest.lowered, measured)
 
     def explain(self, error: Exception) -> str | None:
-        """Which other rank made a collective of the script's own fail with this error, if one did: one that is gone,
-        hangs, or called something else. Errors of this object's calls say it themselves."""
+        """Names the other rank, if any, that made a collective of the script's own fail with this error: a rank that is
+        gone, hangs, or called something else. Errors of this object's own calls name it themselves."""
         return self._calls.reason(error)
 
     def __reduce__(self) -> Any:
@@ -295,7 +296,7 @@ class Sharded(ShardedCheckpoints):
         return self._state.scale[name]
 
     def _shadow(self, call: Announced) -> None:
-        """Makes another rank's call, on a batch that counts nothing."""
+        """Makes the same call as another rank, on a batch that does not count."""
         batch, named = call.batch(self.plan.device)
         calls = {"accumulate": self.accumulate, "gradient": self.value_and_grad, "forward": self.__call__}
         with call.modes.entered():

@@ -1,4 +1,4 @@
-"""What a `Sharded` holds, saved and loaded: checkpoints, state dictionaries, Hugging Face's layout."""
+"""Saves and loads what a `Sharded` holds: checkpoints, state dictionaries, Hugging Face's layout."""
 
 from __future__ import annotations
 
@@ -48,17 +48,17 @@ class ShardedCheckpoints(ShardedCalls):
         replace: bool = False,
         busy: Busy = "wait",
     ) -> Saving:
-        """Saves all that training goes on from in ``folder/step-N/``, for any number of ranks. Collective.
+        """Saves all that training needs to go on, in ``folder/step-N/``, for any number of ranks. Collective.
 
-        ``step``: N; left out, how many updates were made. ``keep``: how many checkpoints stay, older ones are removed
-        once this one is complete; None: all. ``extra``: objects by name, whose ``state_dict()`` goes along: a
-        scheduler, a sampler. ``replace``: a checkpoint of this step may be there already.
+        ``step``: N; by default, how many updates were made. ``keep``: how many checkpoints stay; older ones are removed
+        once this one is complete; None: all stay. ``extra``: objects by name whose ``state_dict()`` is saved too, such
+        as a scheduler or a sampler. ``replace``: whether a checkpoint of this step may exist already.
 
         Under ``Policy.sync_every`` each rank's own state is saved too, at any step; on another mesh `load` refuses it.
 
-        Returns a future once the state is copied; files are written in the background (``wait``: not so), and
-        ``result()`` is the checkpoint's folder, or raises `SaveError` on every rank, as does the next call. ``busy``:
-        what to do while the one before is being written: ``"wait"``; ``"refuse"``; or ``"double_buffer"``: copy into a
+        Returns a future once the state is copied. Files are written in the background, unless ``wait``. ``result()``
+        gives the checkpoint's folder, or raises `SaveError` on every rank, as does the next call. ``busy``: what to do
+        while the checkpoint before is being written: ``"wait"``; ``"refuse"``; or ``"double_buffer"``: copy into a
         second buffer, and write it after that one.
         """
         with self._refusing():
@@ -87,10 +87,10 @@ class ShardedCheckpoints(ShardedCalls):
     ) -> int | None:
         """Goes on from the newest complete checkpoint in the folder, or the one of this step. Collective.
 
-        Returns its step, or None where there is none. Whatever number of ranks, placement and units wrote it, all
-        tensors keep their places, and programs stay compiled. ``extra``: objects whose ``load_state_dict`` gets what
-        was saved under their names. Nothing is changed unless every rank has read and verified all of it: raises
-        ``ValueError``, by name, for a damaged checkpoint, and for one of another model or optimizer, of which
+        Returns its step, or None if there is none. Any number of ranks, placement and units may have written it. All
+        tensors keep their addresses, and programs stay compiled. ``extra``: objects whose ``load_state_dict`` gets what
+        was saved under their names. Nothing is changed unless every rank has read and verified all of it. Raises
+        ``ValueError``, by name, for a damaged checkpoint, and for one of another model or optimizer. From the latter,
         ``strict=False`` loads what fits by name, shape and dtype, and says what did not.
         """
         with self._refusing():
@@ -114,7 +114,7 @@ class ShardedCheckpoints(ShardedCalls):
         """Writes the weights in the layout of Hugging Face, for ``from_pretrained(folder)``. Collective.
 
         Safetensors files, their index where there are several, ``config.json`` where the model has a ``config``. No
-        rank holds more than its own shards. ``folder`` must not exist, or be empty; it is there whole or not at all.
+        rank holds more than its own shards. ``folder`` must not exist, or be empty; it is written whole or not at all.
         """
         with self._refusing():
             place = path(folder)
@@ -129,7 +129,7 @@ class ShardedCheckpoints(ShardedCalls):
         """Loads weights in the layout of Hugging Face, cast to the parameters' dtypes. Collective.
 
         The optimizer's state stays as it is. No rank reads more than its own shards. Raises ``ValueError``, by name,
-        for weights of another model, of which ``strict=False`` loads what fits, and says what did not.
+        for weights of another model; ``strict=False`` loads what fits, and says what did not.
         """
         with self._refusing():
             place = path(folder)
@@ -169,7 +169,7 @@ class ShardedCheckpoints(ShardedCalls):
     def load_full_optimizer_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Loads an ordinary ``optimizer.state_dict()``, that of rank 0; others may give ``{}``. Collective.
 
-        Of the groups' options rates are taken over. Raises ``ValueError``, by name, for what does not fit.
+        Of the groups' options, it loads the rates. Raises ``ValueError``, by name, for what does not fit.
         """
         with self._refusing():
             self._need_optimizer("load_full_optimizer_state_dict")
@@ -183,10 +183,10 @@ class ShardedCheckpoints(ShardedCalls):
     def state_dict(self) -> dict[str, Any]:
         """For `torch.distributed.checkpoint`: ``dcp.save({"app": sharded})``, or ``async_save``. Collective.
 
-        ``{"model": {...}, "optim": {"state": {...}, "param_groups": [...]}, "updates": ...}`` by the model's own
-        names. What this rank holds a part of is a DTensor of the whole, over views of the shards, so that DCP copies
-        out of the state itself, and into it when it loads: a load of DCP's that fails leaves half of it, unlike
-        `load`. Random states are not in it. What owners of whole matrices keep are whole tensors, on the owner.
+        ``{"model": {...}, "optim": {"state": {...}, "param_groups": [...]}, "updates": ...}`` by the model's own names.
+        A tensor of which this rank holds a part is a DTensor over views of the shards. So DCP copies directly out of
+        the state, and into it when it loads: a failed DCP load leaves the state half loaded, unlike `load`. Random
+        states are not included. State kept by owners of whole matrices is in whole tensors, on the owner.
         """
         with self._refusing():
             self._between_steps("state_dict")
@@ -198,7 +198,7 @@ class ShardedCheckpoints(ShardedCalls):
 
     @one_thread
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Takes what `state_dict` returned and DCP filled, or one like it with whole tensors. Collective.
+        """Loads a dictionary that `state_dict` returned and DCP filled, or one like it with whole tensors. Collective.
 
         Raises ``ValueError`` by name, with nothing changed, for what does not fit.
         """
@@ -223,7 +223,7 @@ class ShardedCheckpoints(ShardedCalls):
             )
 
     def _as_one(self, call: str) -> None:
-        """Raises for a call that gives weights away, where sites differ in them."""
+        """Raises an error for a call that gives weights away, if they differ between sites."""
         if self._local is not None and self._local.steps:
             raise RuntimeError(
                 f"{call} between exchanges: sites have made {self._local.steps} steps by themselves since the last, "

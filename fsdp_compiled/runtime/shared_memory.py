@@ -1,9 +1,9 @@
-"""Tensors of a model that share memory: refused where a program could not keep them alike.
+"""Refuses models with tensors that share memory in a way that a program could not keep.
 
-In eager PyTorch a write to one is a write to the other. In a program each is a value of its own, and parameters move
-into shards. So nothing may share memory with a parameter, but a parameter tied in the ordinary way (one object under
-two names); and of buffers and closed-over tensors that share memory, forward may write to none. Parts of one storage
-that do not overlap, as cuDNN's flat weights, share nothing.
+In eager PyTorch a write to one tensor is a write to the other. In a program each is a separate value, and parameters
+move into shards. So nothing may share memory with a parameter, except ordinary ties (one object under two names).
+Forward may not write to buffers and closed-over tensors that share memory. Parts of one storage that do not overlap,
+such as cuDNN's flat weights, share nothing.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from typing import Any
 import torch
 from torch import nn
 
-OTHERS = frozenset((bool, int, float, str, type(None), OrderedDict))  # are no tensors, and none is looked for in them
+OTHERS = frozenset((bool, int, float, str, type(None), OrderedDict))  # no tensors, and not searched for tensors
 OWN = frozenset(("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"))  # every module's
 
 
 def check_shared_memory(modules: Iterable[tuple[str, nn.Module]], named: Sequence[tuple[str, nn.Parameter]]) -> None:
-    """Raises ``ValueError`` where a buffer, an attribute or another parameter is memory of a parameter.
+    """Raises ``ValueError`` if a buffer, an attribute or another parameter shares memory with a parameter.
 
     ``modules``: the model's, by name; ``named``: its parameters, tied ones under each of their names.
     """
@@ -55,7 +55,7 @@ def check_shared_memory(modules: Iterable[tuple[str, nn.Module]], named: Sequenc
 
 
 def shared(written: Mapping[str, torch.Tensor], others: Mapping[str, torch.Tensor]) -> tuple[str, str] | None:
-    """The first of these that shares memory with another tensor."""
+    """The first of ``written`` that shares memory with another tensor, and that one; None if there is none."""
     for name, tensor in written.items():
         for other, value in others.items():
             if value is not tensor and storage(value) == storage(tensor) and overlap(value, tensor):

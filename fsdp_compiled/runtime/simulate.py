@@ -53,10 +53,10 @@ from fsdp_compiled.runtime.tensor_parallel.plan import apply_cuts, find_cuts
 
 @dataclass(frozen=True)
 class Estimate:
-    """What one training step of one rank is thought to be.
+    """The estimate of one training step of one rank.
 
-    With ``microbatches`` > 1, ``program``, ``timeline`` and ``memory`` are those of the last, which updates, and
-    ``before`` is how long each of those before it takes; ``memory`` is that of the higher of both.
+    With ``microbatches`` > 1, ``program`` and ``timeline`` are those of the last microbatch, which updates; ``before``
+    is the timeline of each one before it; ``memory`` is that of the one that needs more.
     """
 
     plan: Plan
@@ -69,12 +69,12 @@ class Estimate:
 
     @property
     def seconds(self) -> float:
-        """Of a step, with all of its microbatches."""
+        """Seconds of a step, with all of its microbatches."""
         return self.timeline.end + (self.microbatches - 1) * self.before.end
 
     @property
     def exposed(self) -> float:
-        """Seconds in which a rank computes nothing, and waits for what is on the wire, the host or a launch."""
+        """Seconds in which a rank computes nothing: it waits for what is on the wire, the host or a launch."""
         return self.seconds - self.busy("compute")
 
     def busy(self, lane: str) -> float:
@@ -83,8 +83,8 @@ class Estimate:
 
     @property
     def sent(self) -> Mapping[str, tuple[int, int]]:
-        """By axis: how many collectives a step has, and the bytes of what they bring, whole; of an all-reduce, which
-        is a reduction and a gather, twice."""
+        """By axis: the number of collectives in a step, and the bytes of their whole results. An all-reduce counts
+        twice, since it is a reduction and a gather."""
         found = _sent(self.program)
         for axis, (count, nbytes) in (_sent(self.first) if self.first is not None else {}).items():
             last, times = found.get(axis, (0, 0)), self.microbatches - 1
@@ -92,7 +92,7 @@ class Estimate:
         return found
 
     def on(self, cluster: Cluster) -> Estimate:
-        """The same programs on other machines of this kind, with what the plan chose for these."""
+        """The same programs on other machines of this kind. Choices that the plan made for the first machines stay."""
         plan = replace(self.plan, machine=cluster)
         before = self.before if self.first is None else estimate(self.first, plan)
         return replace(self, plan=plan, timeline=estimate(self.program, plan), before=before)
@@ -137,16 +137,16 @@ def simulate(
     units: Choice | None = None,
     microbatches: int = 1,
 ) -> Estimate:
-    """What `compile_sharded` would make of this on such a mesh; nothing of it is run.
+    """Estimates the step that `compile_sharded` would make on such a mesh. Nothing of it is run.
 
     model_fn
         Makes the model; called under ``torch.device("meta")``, so that it takes no memory.
     loss, policy, units
         As for `compile_sharded`.
     batch
-        That of one rank, of one microbatch; values are not read.
+        One microbatch of one rank; values are not read.
     mesh_shape
-        Ranks by axis, ``{"replicate": 2, "shard": 8, "tp": 4}``, or how many shard.
+        Ranks by axis, ``{"replicate": 2, "shard": 8, "tp": 4}``, or the number of ranks that shard.
     hardware
         A `Cluster`, or the name of a GPU in `plan.hardware.GPUS`, in its usual nodes; ``"gpu"`` is an H100, ``"cpu"``
         ranks on one host.
@@ -169,7 +169,7 @@ def simulate(
 
 @dataclass
 class Traced:
-    """A step that was captured, of which programs for many placements are made."""
+    """A captured step, from which programs for many placements are made."""
 
     model: nn.Module
     optimizer: Optimizer
@@ -183,7 +183,7 @@ class Traced:
     notes: tuple[str, ...]
 
     def estimate(self, policy: Policy, shard: int, replicate: int, cluster: Cluster, microbatches: int = 1) -> Estimate:
-        """Under this policy, with so many ranks along these axes. Its precision and tp are those that were captured."""
+        """The estimate under this policy, with this many ranks per axis. Precision and tp are as captured."""
         if microbatches < 1:
             raise ValueError(f"microbatches is {microbatches}; expected 1 or more.")
         if policy.sync_every is not None:
@@ -226,10 +226,10 @@ def traced(
     cut: Callable[[nn.Module, DeviceMesh], Any] | None = None,
     units: Choice | None = None,
 ) -> Iterator[Traced]:
-    """The step on such a mesh, captured; as for `simulate`. Inside, a process group of this mesh runs.
+    """Captures the step on such a mesh; arguments as for `simulate`. Inside, a process group of this mesh runs.
 
-    A program for GPUs is captured on fake tensors of a CPU, since a PyTorch without CUDA cannot differentiate a GPU's,
-    and moved to a GPU before any pass sees it: passes and fusions are those of a GPU.
+    A program for GPUs is captured on fake CPU tensors, since PyTorch without CUDA cannot differentiate GPU tensors. It
+    is moved to a GPU before any pass sees it: passes and fusions are those of a GPU.
     """
     with simulated_ranks(shape) as mesh:
         place = connect(mesh)
@@ -264,9 +264,9 @@ def traced(
 
 @contextmanager
 def simulated_ranks(shape: Mapping[str, int]) -> Iterator[DeviceMesh]:
-    """Inside, this process is rank 0 of a CPU mesh with these axes. What collectives bring is undefined.
+    """Inside, this process is rank 0 of a CPU mesh with these axes. Results of collectives are undefined.
 
-    Raises ``ValueError`` where a process group runs already, whose place it would take.
+    Raises ``ValueError`` if a process group runs already, since it would take that one's place.
     """
     if dist.is_initialized():
         raise ValueError(

@@ -9,9 +9,9 @@ A step returns before its copies back are done, so whoever reads that memory cal
     step         gathers read the copy; the update writes shard and copy together
     otherwise    shard.copy_(...), another State      -> the copy is made anew before the next step that reads it
 
-They are a cache, and no part of a `State`. That somebody wrote a shard is seen by the counter that PyTorch raises
-with every in-place operator; a kernel of one's own, a collective, or ``tensor.data`` raises none. After one of those,
-say so: ``torch.autograd.graph.increment_version(shard)``.
+They are a cache, and no part of a `State`. A write to a shard is noticed by the counter that PyTorch raises with every
+in-place operator. Custom kernels, collectives and ``tensor.data`` do not raise it. After one of those, call
+``torch.autograd.graph.increment_version(shard)``.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Rooms(dict[str, torch.Tensor]):
                 self[port.key] = host_copies.make_room(node.meta["val"], pinned=bool(self.devices))
 
     def __del__(self) -> None:
-        """What a device was told to copy goes on after the host forgot the program."""
+        """Waits for the devices: copies that they were told to make go on after the host forgot the program."""
         for device in self.devices:
             with suppress(Exception):  # Python ends
                 torch.cuda.synchronize(device)
@@ -119,7 +119,7 @@ class State:
 
     @property
     def held(self) -> object:
-        """The same object as long as the dictionaries are the same, in the State that `consume` returns too."""
+        """An object that stays the same as long as the dictionaries do, also in the State that `consume` returns."""
         self._value(0)
         return self._values
 
@@ -151,7 +151,7 @@ pytree.register_pytree_node(
 def optimizer_state(
     plan: Plan, rules: Sequence[Rule], existing_state: Mapping[str, torch.Tensor]
 ) -> dict[str, torch.Tensor]:
-    """The state that the optimizer starts from, or brought along."""
+    """The optimizer's state at the start: what it brought along, or initial values."""
     found: dict[str, torch.Tensor] = {}
     for rule in rules:
         for entry in rule.state:
@@ -185,7 +185,7 @@ version = attrgetter("_version")
 
 
 class Copies:
-    """``tensors``: by buffer key. They keep their addresses; what they hold counts only after `follow`."""
+    """``tensors``: by buffer key. They keep their addresses. Their values are valid only after `follow`."""
 
     def __init__(self, plan: Plan) -> None:
         self.tensors = {
@@ -197,14 +197,14 @@ class Copies:
         self._versions: list[int] = []
 
     def follow(self, shards: Mapping[str, torch.Tensor]) -> None:
-        """Makes them copies of these, where they are not."""
+        """Updates the copies that do not match these shards."""
         now = [shards[key] for key in self.tensors]
         if list(map(version, now)) != self._versions or not all(map(is_, now, self._of)):
             known = {id(shard): number for shard, number in zip(self._of, self._versions, strict=False)}
             for shard, copy in zip(now, self.tensors.values(), strict=True):
                 if known.get(id(shard)) != shard._version:
                     copy.copy_(shard)
-        self._of, self._versions = now, []  # a step that fails may leave anything
+        self._of, self._versions = now, []  # unknown until the step returns: a failed one may leave anything
 
     def step_returned(self) -> None:
         """The step is over: it wrote shards and copies together, or neither."""

@@ -1,28 +1,28 @@
-"""The update of an optimizer that needs whole parameters: its own code, after the program, on those that a rank owns.
+"""Updates whole parameters with the optimizer's own code, after the program. A rank updates those that it owns.
 
     program     forward, backward, reduce, unscale, clip -> gradients of this rank's shards
     to owners   an all-to-all along the shard axis: parts of gradients and parameters -> whole ones, on their owners
     then        param_groups[g]["params"] = those that this rank owns; type(optimizer).step(optimizer)
     back        an all-to-all: parts of the new parameters -> shards
 
-Ranks run one program, which their gradients leave before ranks differ: what a rank owns is of any shape, and nothing is
-padded or computed twice. Work is divided by cost (`plan.owners`): in a whole step each matrix is orthogonalised once.
-Sent are 3/world of the parameters' bytes a rank and step, where forward, backward and reduction send 2 to 3 times
-all of them: gathering gradients instead of reducing them would save nothing that can be seen.
+All ranks run one program, and differ only after gradients have left it. So a rank may own tensors of any shape, and
+nothing is padded or computed twice. Work is divided by cost (`plan.owners`): a whole step orthogonalises each matrix
+once. A rank sends 3/world of the parameters' bytes per step; forward, backward and reduction send 2 to 3 times all of
+them. So gathering gradients instead of reducing them would save nothing noticeable.
 
-State lives on its owner alone, in whatever form the optimizer's code gives it. Where every rank has whole gradients and
-state (``"ddp"``, or one rank along the shard axis) each updates all for itself and nothing is sent. Replicas (HSDP) do
-the same work on the same numbers. The last message back begins with a word: a rank whose step fails says so, and ranks
-compare what their code counts in groups and attributes, so that one that starts to depend on other parameters late in
-training is an error on all of them, and parameters are what they were. Where messages travel beside compute this goes
-in rounds, a call of the step each (`plan.owners`), if that is proved to come to the same.
+State lives on its owner alone, in whatever form the optimizer's code gives it. If every rank has whole gradients and
+state (``"ddp"``, or one rank along the shard axis), each updates everything itself and nothing is sent. Replicas (HSDP)
+do the same work on the same numbers. The last message back begins with a word. With it a rank reports a failed step,
+and ranks compare what the optimizer's code counts in groups and attributes. If this code starts to depend on other
+parameters late in training, all ranks raise an error, and parameters are what they were. If messages overlap compute,
+the update runs in rounds, each a call of the step (`plan.owners`), if that is proved to give the same.
 
 The optimizer is the user's own object, so what its code keeps in groups and attributes, and what a scheduler writes
 there, is where it always is. State of parameters is kept here. A parameter that the loss does not reach has no
 gradient, and a step that overflowed does not run, as in eager PyTorch.
 
-The eager code is what runs under both lowerings, so the numbers are those of eager PyTorch on the same gradients, bit
-for bit, Newton-Schulz in bfloat16 included. See `fsdp_compiled.optim.whole` for who may.
+The eager code runs under both lowerings, so the numbers are those of eager PyTorch on the same gradients, bit for bit,
+Newton-Schulz in bfloat16 included. See `fsdp_compiled.optim.whole` for which optimizers may run so.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ from fsdp_compiled.plan.plan import Plan, Slot
 from fsdp_compiled.runtime.checkpoint.values import Tensors, digest, encode
 from fsdp_compiled.runtime.shard_model import write_slot
 
-FAILED = 0  # a word
+FAILED = 0  # the word of a rank whose step failed
 INSTEAD = "Use one whose update of a parameter is a function of its own gradient and state alone, such as AdamW."
 HALF = (
     "The optimizer's state may be half updated: load a checkpoint, or build the model and call compile_sharded again."
@@ -63,7 +63,7 @@ PLAIN = {bool, int, float, str, type(None)}
 
 
 def state_by_name(model: nn.Module, optimizer: Optimizer) -> dict[Any, Any]:
-    """What the optimizer keeps, before it is taken over."""
+    """The optimizer's state by parameter name, before it is taken over."""
     if not optimizer.state:
         return {}
     names = {parameter: name for name, parameter in named_parameters(model)}
@@ -71,7 +71,7 @@ def state_by_name(model: nn.Module, optimizer: Optimizer) -> dict[Any, Any]:
 
 
 def first_rank_s(value: Any, mesh: Mesh, device: torch.device) -> Any:
-    """Rank 0's tensors and numbers, on every rank; what is on a GPU there is on this rank's here. Collective."""
+    """Rank 0's tensors and numbers, on every rank. Those on rank 0's GPU move to this rank's GPU. Collective."""
     if mesh.world == 1:
         return value
     places: list[str] = []
@@ -89,9 +89,9 @@ class WholeUpdate:
     """Runs one optimizer's step on the whole parameters that this rank owns: its *pieces*, which hold values only
     while a step runs.
 
-    ``groups``: those whose parameters it updates; ``brought``: what the optimizer kept when it was taken over, by
-    parameter's name, and named state by its own; ``apart``: whether its step may be called on some parameters, and then
-    on others.
+    ``groups``: those whose parameters it updates; ``brought``: the optimizer's state when it was taken over, by
+    parameter name, and named state by its own; ``apart``: whether its step may be called on some parameters, then on
+    others.
     """
 
     def __init__(
@@ -109,14 +109,14 @@ class WholeUpdate:
         names = {name for row in self.names_of_groups for name in row}
         slots = [(buffer, slot) for buffer in plan.buffers if buffer.updated for slot in buffer.slots]
         self._slots = {slot.name: (buffer, slot) for buffer, slot in slots if slot.name in names}
-        self._shards: dict[str, torch.Tensor] = {}  # that parts are taken from
-        self._parts = {  # what of each parameter is in a shard here
+        self._shards: dict[str, torch.Tensor] = {}  # from which parts are taken
+        self._parts = {  # each parameter's part in this rank's shard
             name: (buffer, plan.part(buffer, slot, mesh.shard_rank, plan.placement.state))
             for name, (buffer, slot) in self._slots.items()
         }
         self._views: dict[str, torch.Tensor] = {}
         self._follow(shards)
-        self._nothing = {  # what pieces hold between steps: of the parameter's shape, and of one element in memory
+        self._nothing = {  # what pieces hold between steps: the parameter's shape, with one element in memory
             name: torch.zeros((), dtype=buffer.dtype, device=plan.device).expand(slot.leaf.shape)
             for name, (buffer, slot) in self._slots.items()
             if plan.owners.get(name, mesh.shard_rank) == mesh.shard_rank
@@ -130,7 +130,7 @@ class WholeUpdate:
                 self._state[self._pieces[name]] = dict(copy.deepcopy(value))
             elif name not in parameters:
                 self._state[name] = value
-        self._shown: dict[str, tuple[torch.Tensor, int]] = {}  # state as it was shown, with versions of copies
+        self._shown: dict[str, tuple[torch.Tensor, int]] = {}  # state as it was shown, with its version then
         self._written: dict[str, set[str]] = {"option": set(), "attribute": set()}  # by its code
         self._after = self._noted()
         self._orders: dict[tuple[str, ...], list[tuple[dict[str, Owned], list[list[nn.Parameter]]]]] = {}
@@ -157,7 +157,8 @@ class WholeUpdate:
         self, state: MutableMapping[str, torch.Tensor], shards: Mapping[str, torch.Tensor],
         outputs: Mapping[Port, torch.Tensor], idle: Collection[str],
     ) -> None:  # fmt: skip
-        """One step on the gradients among these outputs of the program. ``state`` is what people see of the state."""
+        """Makes one step on the gradients among the program's outputs. ``state``: the optimizer state that users
+        see."""
         if OVERFLOW in outputs and bool(outputs[OVERFLOW]):
             return
         for parameter in (parameter for group in self.groups for parameter in group["params"]):
@@ -183,13 +184,13 @@ class WholeUpdate:
         self.show(state)
 
     def changed(self) -> list[str]:
-        """Attributes of the optimizer that somebody else than its code has changed since its last step."""
+        """Attributes of the optimizer that were changed since its last step, but not by its own code."""
         now, was = self._noted(), self._after
         names = [key for key in {**was, **now} if key[0] == "attribute"]
         return [f"optimizer.{key[1]}" for key in names if now.get(key) != was.get(key)]
 
     def _follow(self, shards: Mapping[str, torch.Tensor]) -> None:
-        """The shards that parts are taken from."""
+        """Takes parts from these shards from now on."""
         if self._shards and all(shards[key] is known for key, known in self._shards.items()):
             return
         self._shards = {buffer.key: shards[buffer.key] for buffer, _ in self._slots.values()}
@@ -200,7 +201,7 @@ class WholeUpdate:
         self, gradients: Mapping[str, torch.Tensor], parameters: Mapping[str, torch.Tensor],
         groups: Sequence[Sequence[nn.Parameter]],
     ) -> None:  # fmt: skip
-        """The step on these whole ones, flat, in place; the pieces that its code is given, by group."""
+        """Makes the step on these whole parameters, flat, in place. ``groups``: the pieces for its code, by group."""
         given = [(name, self._pieces[name], values) for name, values in parameters.items()]
         try:
             for name, piece, values in given:
@@ -208,14 +209,14 @@ class WholeUpdate:
                 piece.data, piece.grad = in_shape(values), in_shape(gradients[name])
             self._step(nullcontext() if is_known(type(self.optimizer)) else OnItsOwn(), groups)
             for name, piece, values in given:
-                if piece.data_ptr() != values.data_ptr():  # its code bound `p.data` anew
+                if piece.data_ptr() != values.data_ptr():  # its code replaced `p.data`
                     write_slot(values, Slot(self._slots[name][1].leaf, 0), piece.detach())
         finally:
             for name, piece, _ in given:
                 piece.data = self._nothing[name]
 
     def _step(self, guard: AbstractContextManager[Any], groups: Sequence[Sequence[nn.Parameter]]) -> None:
-        """The optimizer's own step on those of these pieces, by group, that have gradients."""
+        """Calls the optimizer's own step on those of these pieces, by group, that have gradients."""
         try:
             with self._opened(groups), torch.no_grad(), guard:
                 step_of(type(self.optimizer))(self.optimizer)
@@ -249,8 +250,8 @@ class WholeUpdate:
     def _by_owners(self, gradients: Mapping[str, torch.Tensor], parameters: Mapping[str, torch.Tensor]) -> None:
         order = self._order(tuple(parameters))
         rounds = [Round(rows, gradients, parameters, self._mesh) for rows, _ in order]
-        # What a rank has all of is updated where it is, and put back where a rank fails; what others update is written
-        # once all have said that theirs went well.
+        # Parameters that a rank has whole are updated in place, and restored if a rank fails. What others update is
+        # written once all ranks have said that their part went well.
         written = [value for one in rounds for value in one.in_place]
         kept = [value.clone() for value in written]
         try:
@@ -263,7 +264,7 @@ class WholeUpdate:
             one.write()
 
     def _in_rounds(self, row: Sequence[Round], groups: Sequence[list[list[nn.Parameter]]]) -> None:
-        """The step on what this rank owns; raises where it fails on any rank."""
+        """Makes the step on what this rank owns. Raises an error if it fails on any rank."""
         failure: BaseException | None = None
         before = self._noted()
         noted = []
@@ -297,7 +298,7 @@ class WholeUpdate:
             )
 
     def _check_calls(self, noted: Sequence[Mapping[tuple[str, str, int], Any]]) -> None:
-        """``noted``: groups and attributes after each call of a step. Raises where its code counts calls there."""
+        """``noted``: groups and attributes after each call of a step. Raises if its code counts calls there."""
         for one in noted[1:]:
             if odd := sorted(key[1] for key in noted[0].keys() | one.keys() if noted[0].get(key) != one.get(key)):
                 raise RuntimeError(
@@ -307,9 +308,9 @@ class WholeUpdate:
                 )
 
     def _order(self, names: tuple[str, ...]) -> list[tuple[dict[str, Owned], list[list[nn.Parameter]]]]:
-        """The rounds of an update of these: the parameters of each, and the pieces that the code is given, by group.
+        """The rounds of an update of these: each round's parameters, and the pieces given to the code, by group.
 
-        The last is given what is in no other: those without gradients too.
+        The last round is given the pieces that are in no other, including those without gradients.
         """
         if names not in self._orders:
             rows = {name: self._row(name) for name in names}
@@ -335,7 +336,7 @@ class WholeUpdate:
         return Owned(self._plan.owners[name], tuple((part.first, part.last) for part in parts))
 
     def _note(self, before: Mapping[tuple[str, str, int], Any]) -> None:
-        """What its code has written in groups and attributes since they were noted."""
+        """Records what its code has written in groups and attributes since ``before`` was noted."""
         self._after = self._noted()
         for place, name, _ in (one for one, value in self._after.items() if before.get(one) != value):
             self._written[place].add(name)
@@ -347,7 +348,7 @@ class WholeUpdate:
         for place, index, values in [*options, ("attribute", 0, attributes_of(self.optimizer))]:
             for name, value in values.items():
                 if _is_plain(value):
-                    found[place, name, index] = repr(value)  # most of them, without what the rest takes
+                    found[place, name, index] = repr(value)  # most of them, without the cost of the rest
                     continue
                 tensors: Tensors = {}
                 try:
@@ -363,9 +364,9 @@ class WholeUpdate:
         )
 
     def show(self, state: MutableMapping[str, torch.Tensor]) -> None:
-        """Makes ``state`` what the optimizer keeps for its parameters: tensors, and copies of numbers.
+        """Puts the optimizer's state of this rank's pieces into ``state``: tensors, and copies of numbers.
 
-        By ``"<parameter>.<name>"``; this rank's pieces.
+        Keys are ``"<parameter>.<name>"``.
         """
         for key in self._shown:
             state.pop(key, None)
@@ -376,7 +377,7 @@ class WholeUpdate:
         state.update({key: shown for key, (shown, _) in self._shown.items()})
 
     def read(self, state: Mapping[str, torch.Tensor]) -> None:
-        """What people put or wrote into the state that they see becomes the optimizer's. Raises ``ValueError``."""
+        """Takes over what users wrote into the state they see. Raises ``ValueError`` if they added or removed keys."""
         mine = {key for key in state if key.rpartition(".")[0] in self._slots or key in self._shown}
         if mine != self._shown.keys():
             odd = sorted(mine ^ self._shown.keys())
@@ -429,7 +430,7 @@ class WholeUpdate:
         }
 
     def go_on(self, owned: Mapping[str, Any], others: Mapping[str, Any]) -> None:
-        """From these, which take the places of `of_parameters` and `of_all_ranks`."""
+        """Goes on from what `of_parameters` and `of_all_ranks` returned."""
         for name, piece in self._pieces.items():
             self._state.pop(piece, None)
             if name in owned:
@@ -446,7 +447,7 @@ def _is_plain(value: Any) -> bool:
 
 
 def _instead(old: Any, new: torch.Tensor | None) -> Any:
-    """The new value as the optimizer's code keeps it."""
+    """The new value in the form in which the optimizer's code keeps it."""
     if new is None or new is old:
         return old
     if isinstance(old, torch.Tensor):
@@ -455,7 +456,7 @@ def _instead(old: Any, new: torch.Tensor | None) -> Any:
 
 
 def _placed(value: Any, name: str, device: torch.device) -> Any:
-    """What was read, where the optimizer keeps it: step counts stay on the host, as torch.optim has them."""
+    """What was read, on the device where the optimizer keeps it: step counts on the host, as in torch.optim."""
 
     def one(leaf: Any) -> Any:
         return leaf.to(device) if isinstance(leaf, torch.Tensor) and (name != "step" or leaf.dim()) else leaf

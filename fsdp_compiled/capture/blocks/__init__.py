@@ -1,1 +1,1 @@
-"""Equal blocks, which are not traced one by one."""
+"""Handles a model's equal blocks, so that they are not traced one by one."""

@@ -1,9 +1,9 @@
-"""A call of a block, as Dynamo comes to it: what decides, of it, what the block's code does.
+"""A call of a block when Dynamo reaches it: everything about the call that decides what the block's code does.
 
-`Objects` finds what traced code has changed of objects that were there before. A block's walk is repeated by what is
-there before the trace. So a change may be no part of a block, and the same when each of them is called: an object that
-a model reaches by a global name, as transformers keep there for whom a forward collects its outputs, which then holds
-numbers and texts, or lists and dictionaries of these.
+`Objects` finds the changes that traced code made to objects from before the trace. The walk of a block is repeated
+according to the state before the trace. So a block itself must make no change, and each block must be called after the
+same changes. Only an object that a model reaches by a global name may change: transformers keeps one there, for whom a
+forward collects its outputs. It must then hold numbers and texts, or lists and dictionaries of these.
 """
 
 from __future__ import annotations
@@ -53,24 +53,24 @@ NEW = (AttributeMutationNew, ValueMutationNew)
 
 
 class Changed(Exception):
-    """What cannot be compared."""
+    """An object was changed in a way that cannot be compared."""
 
 
 class Objects:
-    """Those that a trace has come to. There are as many tensors as parameters, and as many modules as blocks: each of
-    them is looked at once."""
+    """The objects that a trace has reached. They include a tensor for each parameter and a module for each block, so
+    each object is looked at only once."""
 
     def __init__(self, effects: Any) -> None:
-        """``effects``: Dynamo's record of what code changes, which another one may take the place of."""
+        """``effects``: Dynamo's record of the changes that code makes; Dynamo may replace its tables."""
         self.effects = effects
-        self.values: dict[Any, Any] = {}  # what was in a place before the trace, of those that were asked for
-        self._table = effects.id_to_variable  # to which it adds
+        self.values: dict[Any, Any] = {}  # the values from before the trace at the sources that were looked up
+        self._table = effects.id_to_variable  # Dynamo adds to it
         self._seen = 0
         self._doubtful: list[Any] = []
-        self._plain: list[Any] = []  # of lists and dictionaries: what says whether each was changed
+        self._plain: list[Any] = []  # mutation types of lists and dictionaries, which say whether each was changed
 
     def changes(self) -> tuple[Any, ...]:
-        """What was there before the trace and is another now, so that it can be compared. Raises `Changed`."""
+        """The changes to objects from before the trace, in a form that can be compared. Raises `Changed` for others."""
         effects, found = self.effects, []
         for variable, attributes in effects.store_attr_mutations.items():
             if isinstance(variable.mutation_type, NEW):
@@ -102,7 +102,7 @@ class Objects:
 
 
 def _is_seen_above(variable: Any) -> bool:
-    """Whether what is put into it is among the attributes above, and nothing else can change of it; or it is new."""
+    """Whether ``store_attr_mutations`` has all changes that code can make to the object, or the object is new."""
     kind = type(variable.mutation_type)
     # (Dynamo answers isinstance by a function of its own.)
     if kind is AttributeMutationExisting and issubclass(type(variable), UserDefinedObjectVariable):
@@ -112,7 +112,7 @@ def _is_seen_above(variable: Any) -> bool:
 
 
 def _form(variable: Any) -> Any:
-    """All that code can read of it."""
+    """Everything that code can read of the value, in a form that can be compared. Raises `Changed` for other values."""
     if type(variable) is ConstantVariable:
         return type(variable.value), repr(variable.value)
     if type(variable) is TupleVariable or (type(variable) is ListVariable and isinstance(variable.mutation_type, NEW)):
@@ -128,17 +128,17 @@ BLOCK = "___block"  # the called block, in what `BlockCall.evaluate` is given
 
 
 class Unlike(Exception):
-    """Why a block is walked through."""
+    """Says why Dynamo must walk through a block."""
 
 
 class BlockCall:
-    """Of a block, by Dynamo. Raises `Unlike` where what the code does is decided by more than can be compared.
+    """Dynamo's call of a block. Raises `Unlike` if something that cannot be compared decides what the code does.
 
-    form    what it is called with, which two calls have in common: tensors by their layout, numbers, texts
-    modes   under which it is called
-    changes of what was there before the trace
+    form    its arguments, so that two calls can be compared: tensors by their layout, numbers, texts
+    modes   the modes under which it is called
+    changes the changes to objects from before the trace
     stack   the modules that call it
-    trace   the user's lines that do
+    trace   the user's lines that call it
     """
 
     def __init__(
@@ -148,7 +148,7 @@ class BlockCall:
         self._objects = objects
         self._names = dict(closure_vars())
         self._places: dict[str, Any] | None = None  # for `evaluate`
-        self.moved: dict[int, Source] = {}  # places of another block in this one, by identity
+        self.moved: dict[int, Source] = {}  # this block's sources, by the identity of another block's
         self._scope = {"L": tx.output.local_scope, "G": tx.output.global_scope}
         if self.source is None or tx.output.current_tracer.parent is not None:
             raise Unlike("it is inside of a region of its own")
@@ -157,7 +157,7 @@ class BlockCall:
         if self._found() is not self.module:
             raise Unlike("it is not where it was found")
         self.tensors: list[fx.Node] = []
-        self.given: list[Any] = []  # what Dynamo has for the arguments, and for what is in them
+        self.given: list[Any] = []  # Dynamo's variables for the arguments, and for the elements of these
         self.form = (
             tuple(self._argument(place, one) for place, one in enumerate(args)),
             tuple((name, self._argument(name, one)) for name, one in kwargs.items()),
@@ -180,7 +180,7 @@ class BlockCall:
         self.given.append(variable)
         if isinstance(variable, LazyVariableTracker):
             if not variable.is_realized():
-                # A walk that comes to read it notes a guard of this place alone.
+                # If a walk reads it, Dynamo makes a guard for this source alone.
                 return ("unread", variable.source.name, id(variable.original_value()))
             variable = variable.realize()
         if type(variable) is TensorVariable:
@@ -206,14 +206,14 @@ class BlockCall:
         raise Unlike(f"is a {variable.python_type_name()}, and no tensor, number or tuple of these")
 
     def changed(self) -> tuple[Any, ...]:
-        """What is another now than before the trace."""
+        """The changes to objects from before the trace."""
         try:
             return self._objects.changes()
         except Changed:
             raise Unlike("objects are changed before it is called, or by it") from None
 
     def _found(self) -> Any:
-        """What is where the block was found: among a module's, most often."""
+        """The object at the block's source, most often an entry of a module's table."""
         place = bare(self.source)
         if type(place) is DictGetItemSource and type(place.index) is str:
             table = self.value(place.base)
@@ -222,14 +222,14 @@ class BlockCall:
         return self.value(self.source)
 
     def value(self, source: Source) -> Any:
-        """What is there, before the trace."""
+        """The object at this source before the trace."""
         try:
             return source.get_value(self._scope, self._names, self._objects.values)
         except Exception as error:
             raise Unlike(f"{source.name} cannot be read: {error}") from error
 
     def evaluate(self, code: types.CodeType) -> Any:
-        """What an expression of places says, in which the block is a local of this name: `BLOCK`."""
+        """The value of an expression that reads sources. In it, the block is the local named `BLOCK`."""
         if self._places is None:
             self._places = {**self._names, "L": {**self._scope["L"], BLOCK: self.module}, "G": self._scope["G"]}
         try:
@@ -239,7 +239,7 @@ class BlockCall:
 
 
 def call_path(variable: Any) -> str:
-    """As `nn_module_stack` has it."""
+    """The path of the called module, as `nn_module_stack` has it."""
     outside, inner, last = variable.get_nn_module_stack_source().name.rpartition("._modules[")
     return _path(outside) + _path(inner + last)
 
@@ -250,7 +250,8 @@ def _path(name: str) -> str:
 
 
 def moved(source: Source, one: Source, other: Source, known: dict[int, Source]) -> Source:
-    """The same place of another block; the source itself where it is outside of the one. ``known``: those by now."""
+    """The source of the same place in block ``other``; the source itself if it is outside of block ``one``.
+    ``known``: the sources found so far."""
     if (found := known.get(id(source))) is None:
         found = known[id(source)] = _moved(source, one, other, known)
     return found
@@ -270,21 +271,21 @@ def _moved(source: Source, one: Source, other: Source, known: dict[int, Source])
 
 
 def bare(source: Source) -> Source:
-    """A place, without the notes of what is there, which has the same name."""
+    """The source without the wrappers that only say that a module is there; it has the same name."""
     while isinstance(source, NNModuleSource):
         source = source.base
     return source
 
 
 def plain(value: Any) -> bool:
-    """Whether its text says all of it."""
+    """Whether the value's text (``repr``) describes it completely."""
     if isinstance(value, tuple | list):
         return all(map(plain, value))
     return value is None or type(value) in (bool, int, float, complex, str, torch.dtype, torch.device, torch.Size)
 
 
 def plain_layout(value: Any) -> tuple[Any, ...]:
-    """`layout_of`, which says all of a plain tensor of fixed sizes; raises `Unlike` for any other value."""
+    """`layout_of`, which describes a plain tensor of fixed sizes completely. Raises `Unlike` for any other value."""
     kind = type(value)
     if kind not in PLAIN or value.layout != torch.strided:
         raise Unlike("its values are not plain tensors of fixed sizes")
@@ -298,7 +299,7 @@ def plain_layout(value: Any) -> tuple[Any, ...]:
 
 
 def modes(tx: Any) -> tuple[Any, ...]:
-    """What surrounds a call, where it is no more than this."""
+    """The modes around a call. Raises `Unlike` if there is an annotation or another mode."""
     state = tx.symbolic_torch_function_state
     if get_current_meta():
         raise Unlike("its calls are annotated")
@@ -315,7 +316,7 @@ def modes(tx: Any) -> tuple[Any, ...]:
 
 
 def _trace(tx: Any) -> str:
-    """The user's lines, as Dynamo notes them of a call."""
+    """The user's lines that lead to a call, as Dynamo records them."""
     frames = []
     while tx is not None:
         frames.append(tx)

@@ -1,10 +1,11 @@
-"""Inlines a few of many equal blocks in a row, each of which is one node; the others are copies of them.
+"""Writes out a few of many equal blocks in a row, each of which is one node. The others become copies of these.
 
     what Dynamo traced       0  1  b2  b3  b4  b5  b6  b7  b8  after
     differentiated           0  1   2   3   4           7   8  after        (`repeats`)
 
-Nodes that stand for blocks are compared like any others (`equal_blocks`), with what is computed between two of them.
-`inlined` writes out, once Dynamo is done, those that it did not trace: the graph is then what Dynamo would give.
+Nodes that stand for blocks, and the nodes between two of them, are compared like any others (`equal_blocks`). Once
+Dynamo is done, `inlined` writes out the blocks that Dynamo did not trace: the graph is then the one that Dynamo would
+give.
 """
 
 from __future__ import annotations
@@ -29,8 +30,8 @@ from fsdp_compiled.ir.program import Port
 
 @dataclass(frozen=True)
 class Inlined:
-    """``inputs``: own tensors of blocks are among them. ``nodes``: what became of a node that stands for a block, all
-    of it, else the node's copy."""
+    """A graph with its blocks written out. ``inputs``: include the blocks' own tensors. ``nodes``: for each old node
+    its copy, or all nodes of the block that it stood for."""
 
     module: fx.GraphModule
     inputs: list[Any]
@@ -38,13 +39,13 @@ class Inlined:
 
 
 def blocks_of(graph: fx.Graph) -> dict[fx.Node, WrittenBlock]:
-    """Those that one node stands for."""
+    """The blocks for which one node stands, by that node."""
     return {node: node.meta[BLOCK] for node in graph.nodes if BLOCK in node.meta}
 
 
 def inlined(module: fx.GraphModule, inputs: Sequence[Any], instead: Mapping[fx.Node, fx.Node]) -> Inlined:
-    """A copy of what Dynamo traced, with all of its blocks. ``instead``: nodes that are left out, and what is read in
-    their place."""
+    """A copy of Dynamo's graph with its blocks written out. ``instead``: nodes that are left out, each with the node
+    to read in its place."""
     graph = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
     nodes: dict[fx.Node, list[fx.Node]] = {}
@@ -82,10 +83,10 @@ def inlined(module: fx.GraphModule, inputs: Sequence[Any], instead: Mapping[fx.N
 
 
 def with_own_tensors(graph: fx.Graph, inputs: Sequence[Any]) -> list[Any]:
-    """The inputs of Dynamo's graph, and the own tensors of written blocks, which are inputs of it from now on.
+    """Makes the own tensors of written blocks inputs of Dynamo's graph, and returns all of its inputs.
 
-    Raises `RepeatError` for a tensor that a block has and that was walked through, too: Dynamo came to it by one of two
-    names. That the model's parameters and buffers stay tied, by their own names, is watched otherwise.
+    Raises `RepeatError` if Dynamo also read a block's own tensor by another name: no guard checks that both names stay
+    one tensor. Parameters and buffers that are tied by the model's own names are excepted: other code checks them.
     """
     places = graph.find_nodes(op="placeholder")
     known = dict(zip(map(id, inputs), places, strict=True))
@@ -118,20 +119,20 @@ def with_own_tensors(graph: fx.Graph, inputs: Sequence[Any]) -> list[Any]:
     return found
 
 
-BEFORE, AFTER = 3, 3  # stretches that are written out: as many as make a run of their own
+BEFORE, AFTER = 3, 3  # stretches that are written out around a gap: enough for a run of their own
 
 
 @dataclass(frozen=True)
 class Gap:
-    """Stretches of a graph in which a node stands for each block: those that are left out, the last one before, and
-    the first node after."""
+    """Stretches to leave out of a graph in which a node stands for each block. ``before``: the last stretch before
+    them; ``left``: the stretches; ``after``: the first node after them."""
 
     before: list[fx.Node]
     left: list[list[fx.Node]]
     after: fx.Node
 
     def instead(self) -> Iterator[tuple[fx.Node, fx.Node]]:
-        """What is read in the place of nodes that are left out."""
+        """Pairs of a node that is left out and the node to read in its place."""
         for stretch in self.left:
             yield from zip(stretch, self.before, strict=True)
 
@@ -139,7 +140,8 @@ class Gap:
 def gaps_of(
     module: fx.GraphModule, inputs: Sequence[Any], given: Sequence[Port], ports: Mapping[int, Port]
 ) -> list[Gap]:
-    """``ports``: of the model's tensors, by identity. All that a block has must be such, which nobody else reads."""
+    """The gaps of a graph. ``ports``: those of the model's tensors, by identity. All tensors of blocks must be among
+    these, and nothing else may read them."""
     blocks = blocks_of(module.graph)
     tensors = [one for block in blocks.values() for one in block.tensors]
     found = set(map(id, tensors))
@@ -179,17 +181,17 @@ def gaps_of(
 
 @dataclass(frozen=True)
 class Absent:
-    """A stretch that was left out. ``ports``: of its blocks' own tensors."""
+    """A stretch that was left out. ``ports``: the ports of its blocks' own tensors."""
 
     ports: list[Port]
-    texts: list[str]  # where each of its nodes would have come from
+    texts: list[str]  # the path and the stack trace that each of its nodes would have
 
 
 @dataclass(frozen=True)
 class Elided:
-    """Stretches between two of a graph that was written out: that which begins with ``before``, and the next.
+    """Stretches that are left out of a written graph, between the stretch that begins with ``before`` and the next.
 
-    own  of the ports of the stretch before, which in an absent one's list is in its place
+    own  for each port of the stretch before, its place in the list ``ports`` of an absent stretch
     """
 
     before: fx.Node
@@ -199,7 +201,7 @@ class Elided:
 
 
 def elided(gap: Gap, module: fx.GraphModule, out: Inlined, ports: Mapping[int, Port]) -> Elided:
-    """``module``: where a node stands for each block; ``out``: what was written out of it."""
+    """The stretches of a gap. ``module``: has one node for each block; ``out``: the graph written out of it."""
     lines: dict[fx.Node, list[Line]] = {}
     for node in gap.before:
         if (block := node.meta.get(BLOCK)) is not None:
@@ -224,8 +226,8 @@ def elided(gap: Gap, module: fx.GraphModule, out: Inlined, ports: Mapping[int, P
 
 
 def _texts(block: WrittenBlock, lines: Sequence[Line], traces: dict[tuple[int, str], list[str]]) -> list[str]:
-    """Of these lines of a block, as `texts_of` has them of nodes. ``traces``: the user's, by where blocks are called,
-    which is one place for most."""
+    """The paths and stack traces of these lines of a block, as `texts_of` gives them for nodes. ``traces``: a cache of
+    the stack traces, by where a block is called: most are called in one place."""
     walked, call = block.walked, block.call
     one, other = path_in([walked.call.path]), path_in([call.path])
     paths = [other + path.removeprefix(one) if inside else path for path, inside in walked.paths]

@@ -1,8 +1,8 @@
 """Equal stretches of a graph that Dynamo traced, such as a model's blocks, one after the other.
 
-A *stretch* is a row of nodes whose operators, arguments and layouts are those of the stretch before it, one stretch
-further on: it reads its own inputs (a block's parameters), what the one before computed, and what all of them read.
-Where blocks take turns, as those that attend to all and to near tokens, a stretch is a round of them.
+A *stretch* is a row of nodes. Its operators, arguments and layouts equal those of the stretch before it, moved on by
+one stretch: it reads its own inputs (a block's parameters), results of the stretch before, and values that all of them
+read. If blocks alternate, such as those with full and with local attention, a stretch is one round of them.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from fsdp_compiled.capture.source_lines import path_of
 from fsdp_compiled.ir.program import Port
 
 FIRST, SECOND, THIRD, LATER = range(4)  # the stretches that are differentiated: three, and one or two at the end
-FEWEST = 6  # stretches that are worth it
+FEWEST = 6  # fewer stretches are not worth it
 NUMBER = re.compile(r"(?:^|(?<=\.))\d+(?=\.|$)")
 
 
-# Of a graph and its calls: of each list, in which places its stretches begin.
+# From a graph and its calls: for each list of blocks, the places where its stretches begin.
 Candidates = Callable[[fx.GraphModule, Sequence[fx.Node]], list[list[int]]]
 
 
@@ -36,11 +36,11 @@ class Run:
     """Stretches that follow one another.
 
     own     for each, the inputs that it alone reads
-    ends    how many are differentiated at the end. The last one adds nothing to the gradient of what all of them read:
-            where there is such a gradient, the third is followed by one that does as it does, and that by the last.
+    ends    how many at the end are differentiated. Backward begins with the last one, so nothing is added there to the
+            gradient of values that all of them read. If there is such a gradient, one like the third precedes the last.
     """
 
-    stretches: list[Any]  # rows of nodes, or what stands for one that is nowhere (`elided`)
+    stretches: list[Any]  # rows of nodes, or an `Absent` for a stretch that was left out (`elided`)
     own: list[list[Port]]
     ends: int
 
@@ -50,17 +50,17 @@ class Run:
 
     @property
     def middle(self) -> range:
-        """Those that are like the third."""
+        """The stretches that are like the third and are not differentiated."""
         return range(LATER, len(self.stretches) - self.ends)
 
     def kept(self, stretch: int) -> int | None:
-        """Which of those that are differentiated it is."""
+        """The number of a stretch among those that are differentiated; None if it is not one of them."""
         if stretch in self.middle:
             return None
         return stretch if stretch < LATER else stretch - len(self.middle)
 
     def place(self, kept: int) -> int:
-        """Which stretch that is."""
+        """The number among all stretches of number ``kept`` among those that are differentiated."""
         return kept if kept < LATER else kept + len(self.middle)
 
 
@@ -104,7 +104,7 @@ def _candidates(module: fx.GraphModule, nodes: Sequence[fx.Node]) -> list[list[i
 
 
 class _Places:
-    """The inputs of a graph: what a stretch may have as its own."""
+    """The inputs of a graph, which may be a stretch's own."""
 
     def __init__(self, module: fx.GraphModule, inputs: Sequence[Any], given: Sequence[Port]) -> None:
         storages = Counter(value.untyped_storage()._cdata for value in inputs)
@@ -131,7 +131,7 @@ def _longest(nodes: list[fx.Node], starts: list[int], places: _Places) -> Run | 
     blocks = [[nodes[starts[index] : starts[index] + length] for index in row] for row in rows]
     found = [(stretches, *_described(stretches, places)) for stretches in blocks]
     runs = [run for stretches, keys, own in found for run in _equal(stretches, keys, own, places)]
-    if not runs:  # every second block may be like the next but one, every sixth like the one before the last five
+    if not runs:  # blocks may alternate: every second one, or every sixth, may be of another kind
         for stretches, keys, _ in found:
             if (period := _period(keys)) is not None:
                 longer = [list(chain(*stretches[start : start + period])) for start in range(0, len(stretches), period)]
@@ -145,13 +145,13 @@ Owned = dict[fx.Node, int]
 
 
 def _described(stretches: list[list[fx.Node]], places: _Places) -> tuple[list[Keys], list[Owned]]:
-    """Of each stretch what its nodes are; and the inputs that it reads, in the order it does."""
+    """For each stretch, the keys of its nodes; and for each, the inputs that it reads, in order."""
     own: list[Owned] = [{} for _ in stretches]
     return [_keys(stretches, index, own[index], places) for index in range(len(stretches))], own
 
 
 def _period(keys: list[Keys]) -> int | None:
-    """How many stretches on there is one like each, if that is more than the next."""
+    """The number of stretches after which they repeat, if it is 2 or more; else None."""
     for period in range(2, len(keys) // FEWEST + 1):
         if all(one == other for one, other in zip(keys[1:], keys[period + 1 :], strict=False)):
             return period
@@ -162,7 +162,7 @@ def _equal(stretches: list[list[fx.Node]], keys: list[Keys], own: list[Owned], p
     """The rows of at least `FEWEST` equal ones."""
     begin = 0
     while begin < len(stretches) - 1:
-        end = begin + 1  # the first one's ties to what comes before it are its own affair
+        end = begin + 1  # what the first one reads need not match: other nodes come before it
         if [key[:-1] for key in keys[begin]] == [key[:-1] for key in keys[end]]:
             while end + 1 < len(stretches) and keys[end + 1] == keys[end]:
                 end += 1
@@ -174,7 +174,8 @@ def _equal(stretches: list[list[fx.Node]], keys: list[Keys], own: list[Owned], p
 
 
 def _keys(stretches: list[list[fx.Node]], index: int, own: Owned, places: _Places) -> Keys:
-    """What each node of a stretch is, last what it reads: equal for nodes that do the same, a stretch further on."""
+    """For each node of a stretch a key, which ends with what the node reads. Nodes of two stretches have equal keys if
+    they do the same, moved on by the distance of the stretches."""
     here = {node: offset for offset, node in enumerate(stretches[index])}
     before = {node: offset for offset, node in enumerate(stretches[index - 1])} if index else {}
 
@@ -195,7 +196,7 @@ def _keys(stretches: list[list[fx.Node]], index: int, own: Owned, places: _Place
 
 
 def numbers(value: Any) -> Iterator[str]:
-    """Those among arguments that are equal to others which do something else: 0.0 to -0.0, and 1 to True."""
+    """The texts of arguments that compare equal to others with another effect: 0.0 to -0.0, and 1 to True."""
     kind = type(value)
     if kind in (float, bool, complex):
         yield repr(value)
@@ -219,13 +220,13 @@ class _Kinds:
         self._stacks: dict[int, tuple[Any, ...]] = {}  # the classes in module stacks, by identity
 
     def of(self, node: fx.Node) -> tuple[Any, ...]:
-        """What the node does, but for what it does it to."""
+        """What the node does, without its arguments."""
         meta = node.meta
         target = self._body(node) if node.op == "get_attr" else node.target
         modules, value = meta.get("nn_module_stack", {}), meta.get("example_value")
         if (stack := self._stacks.get(id(modules))) is None:
             stack = tuple(kind for _, kind in modules.values())
-            if modules:  # else it is gone, and its identity another's
+            if modules:  # an empty default is not kept alive, so another object may get its identity
                 self._stacks[id(modules)] = stack
         if (layout := self._layouts.get(id(value))) is None:
             layout = self._layouts[id(value)] = _layouts_of(value)
@@ -254,7 +255,8 @@ def _layouts_of(value: Any) -> Any:
 
 
 def _alone(stretches: list[list[fx.Node]], own: list[list[fx.Node]], places: _Places) -> Run | None:
-    """The run, if nobody else reads what its stretches have and compute, but for the first's and the last's."""
+    """The run, if only a stretch itself reads its own inputs, and only it and the next read its results; else None.
+    Any node may read results of the first and the last stretch."""
     where = {node: index for index, stretch in enumerate(stretches) for node in stretch}
     for index, stretch in enumerate(stretches[1:-1], 1):
         if any(where.get(user) not in (index, index + 1) for node in stretch for user in node.users):

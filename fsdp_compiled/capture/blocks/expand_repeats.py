@@ -21,14 +21,14 @@ from fsdp_compiled.ir.program import Port, Program
 
 
 class Unequal(Exception):
-    """Stretches that are not what they seemed."""
+    """The stretches are not equal after all."""
 
 
-Place = tuple[int, int, str, int]  # of a node: its run, which of those kept, phase, and place in that
+Place = tuple[int, int, str, int]  # where a node is: its run, its kept stretch, its phase, and its place in these
 
 
 class ExpandedProgram:
-    """A program of the shortened graph, made into that of all."""
+    """Makes the program of all stretches out of the program of the shortened graph."""
 
     def __init__(self, module: fx.GraphModule, found: Traced, runs: Sequence[Run], given: Sequence[Port]) -> None:
         self._module, self._found, self._program, self._runs, self._given = module, found, found.program, runs, given
@@ -79,7 +79,7 @@ class ExpandedProgram:
                     raise Unequal("something is computed between them")
 
     def _check(self, number: int) -> None:
-        """Raises `Unequal` unless the second stretch is the third, one further on."""
+        """Raises `Unequal` unless the second stretch, moved on by one, equals the third."""
         rows = dict(self._groups)
         for phase in ("forward", "backward"):
             second, third = rows.get((number, SECOND, phase), []), rows.get((number, THIRD, phase), [])
@@ -111,7 +111,7 @@ class ExpandedProgram:
                 raise Unequal(f"{port} is returned")
 
     def _key(self, node: fx.Node, number: int, kept: int) -> tuple[Any, ...]:
-        """What a node is and reads, the same a stretch further on."""
+        """What a node does and reads, relative to its stretch: equal for the same node of the next stretch."""
         value = pytree.tree_map_only(torch.Tensor, layout_of, node.meta.get("val"))
         arguments = fx.node.map_arg((node.args, node.kwargs), lambda source: self._token(source, number, kept))
         return (node.target, value, "region" in node.meta, node.meta.get("effect"), arguments)
@@ -152,7 +152,7 @@ class ExpandedProgram:
         return replace(self._found, program=Program(graph, ports, self._program.history))
 
     def _make_inputs(self, graph: fx.Graph) -> dict[Port, fx.Node]:
-        """The placeholders in the order of all that was given, those that nothing reads left out; then the others."""
+        """The placeholders: those of the given ports, in order and without unused ones; then the others."""
         mode = fake_mode(self._program.graph)
         before = self._program.inputs
         like = {
@@ -163,7 +163,7 @@ class ExpandedProgram:
             for place, port in enumerate(ports)
         }
         found: dict[Port, fx.Node] = {}
-        described: dict[fx.Node, tuple[Any, ...]] = {}  # what the tensors of others like one are made of
+        described: dict[fx.Node, tuple[Any, ...]] = {}  # shape, strides, dtype and device of the tensors like one
         for place, port in enumerate(self._given):
             other = like.get(port)
             template = before.get(port if other is None else other)
@@ -184,7 +184,7 @@ class ExpandedProgram:
         return found
 
     def _repeat(self, number: int, kept: int, stretch: int, phase: str, inputs: Mapping[Port, fx.Node]) -> None:
-        """A stretch, in the place of another one that is like it."""
+        """Writes a stretch as a copy of the kept stretch that is like it."""
         read: dict[fx.Node, fx.Node] = {}
         for source, of, later, place in self._sources(number, kept, phase):
             if of == "own":
@@ -200,7 +200,8 @@ class ExpandedProgram:
             self._copies.update(zip(rows.nodes, made, strict=True))
 
     def _sources(self, number: int, kept: int, phase: str) -> list[tuple[fx.Node, str, int, int]]:
-        """What a stretch reads that it does not compute: of which kind or phase, how many stretches on, and where."""
+        """The nodes that a stretch reads and does not compute: each with its kind or phase, how many stretches further
+        on it is, and its place there."""
         if (found := self._read.get((number, kept, phase))) is not None:
             return found
         found = self._read[number, kept, phase] = []
@@ -222,7 +223,7 @@ class ExpandedProgram:
     def _copy(
         self, rows: _Rows, read: dict[fx.Node, fx.Node], texts: Mapping[str, str] | None = None, stretch: int = -1
     ) -> list[fx.Node]:
-        """Of nodes, at the graph's end. ``read``: what stands there for those that they read; they join it."""
+        """Copies nodes to the graph's end. ``read``: the node to read in the place of each; the copies are added."""
         made = new_calls(self._graph, rows.calls, read)
         for copy, (before, path, trace, region) in zip(made, rows.notes, strict=True):
             meta = copy.meta
@@ -237,7 +238,7 @@ class ExpandedProgram:
         return made
 
     def _paths(self, number: int, kept: int, stretch: int) -> dict[str, str]:
-        """The modules and lines of one stretch, by those of another."""
+        """The paths and stack traces of one stretch, by those of the kept stretch."""
         run = self._runs[number]
         if run.kept(stretch) is not None:
             return {}
@@ -277,7 +278,7 @@ class ExpandedProgram:
 
 
 class _Rows:
-    """Nodes that are copied, most of them many times: what a copy is made of, and what is noted of it."""
+    """Nodes to copy, most of them many times, with the call and the metadata of each copy."""
 
     def __init__(self, nodes: Sequence[fx.Node]) -> None:
         self.nodes = nodes

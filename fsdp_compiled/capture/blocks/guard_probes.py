@@ -1,7 +1,7 @@
-"""What the guards of a walked block look at, asked of another block: whether they say of it what they say of the one.
+"""Checks whether the guards of a walked block would hold for another block, on the objects that the guards look at.
 
-All of it is read by one expression, and what can be is compared at once: most guards look at the classes of modules,
-and at dictionaries of hooks, which are empty.
+One expression reads all of these objects. Most guards look at the classes of modules, and at dictionaries of hooks,
+which are empty: these are compared all at once.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ TEXT = {str}
 
 
 def probe_of(one: Any) -> Callable[[Any], bool]:
-    """`alike` of one with others."""
+    """A function that tells whether another object is `alike` this one."""
     kind = type(one)
     if isinstance(one, nn.Module):
         return lambda other: type(other) is kind
-    if looks_elsewhere(kind):  # where, is in what it alone holds
+    if looks_elsewhere(kind):  # the object itself says where
         return lambda other: other is one
     if kind in (dict, OrderedDict) and not one:
         return lambda other: type(other) is kind and not other
@@ -53,7 +53,7 @@ def probe_of(one: Any) -> Callable[[Any], bool]:
 
 
 def alike(one: Any, other: Any) -> bool:
-    """Whether a guard on the one says of the other what it says of the one."""
+    """Whether a guard gives the same answer for both objects."""
     if one is other:
         return True
     if type(one) is not type(other):
@@ -67,7 +67,7 @@ def alike(one: Any, other: Any) -> bool:
     if isinstance(one, dict):
         if len(one) != len(other) or (one and list(map(repr, one)) != list(map(repr, other))):
             return False
-        # Of a dictionary whose values are numbers all may be asked; of one of objects, those that are have guards.
+        # Code may read any value of a dictionary of plain values; in other dictionaries, the values read have guards.
         return not all(map(plain, one.values())) or list(map(repr, one.values())) == list(map(repr, other.values()))
     if type(one) is functools.partial:
         said = [(part.func, vars(part), part.args, tuple(part.keywords.items())) for part in (one, other)]
@@ -76,7 +76,7 @@ def alike(one: Any, other: Any) -> bool:
 
 
 def structure_of(module: nn.Module) -> list[Any]:
-    """Of a block: the classes of its modules, and what they hold, by name."""
+    """The classes of a block's modules, and the names of what they hold. Raises `Unlike` if one has hooks."""
     held = vars(module)
     if any(HOOKS_OF(held)) or "forward" in held:
         raise Unlike("it has hooks")
@@ -89,14 +89,14 @@ def structure_of(module: nn.Module) -> list[Any]:
     return found
 
 
-TABLES = ("__dict__", "_modules", "_parameters", "_buffers")  # of a module, which are plain dictionaries
-# A guard, what is there, and other places that it names.
+TABLES = ("__dict__", "_modules", "_parameters", "_buffers")  # tables of a module, which are plain dictionaries
+# A guard, the object that it looks at, and other sources that it names.
 Looked = tuple[Guard, Any, tuple[Source, ...]]
 
 
 class Question(NamedTuple):
-    """Of the guard in this place of the list: what it looks at, whether it says the same of something else, the names
-    that it asks for, and which are there."""
+    """For the guard at ``place`` in the list: the object that it looks at, a function that tells whether another object
+    passes, the names that the guard looks up in it, and which of these exist."""
 
     place: int
     value: Any
@@ -106,12 +106,12 @@ class Question(NamedTuple):
 
 
 class Questions:
-    """``call``: of the block that was walked through."""
+    """What the guards of a walked block ask of another block. ``call``: the call of the walked block."""
 
     def __init__(
         self, call: BlockCall, guards: Sequence[Looked], kinds: Sequence[str], sources: Sequence[Source]
     ) -> None:
-        """``kinds``: of the guards; ``sources``: where the block's own tensors are."""
+        """``kinds``: the kinds of the guards; ``sources``: where the block's own tensors are."""
         self._call, self._guards, self._sources = call, guards, sources
         self._asked = list(self._questions(kinds))
         plain = {one.place: one for one in self._asked if kinds[one.place] != "ID_MATCH" and not guards[one.place][2]}
@@ -125,7 +125,7 @@ class Questions:
         self._read, self._tables = self._reader(), self._read_in()
 
     def ask(self, call: BlockCall) -> tuple[list[Any], list[torch.Tensor]]:
-        """What the guards look at in another block, and its own tensors; raises `Unlike` where something differs."""
+        """The objects that the guards look at in another block, and its own tensors. Raises `Unlike` if one differs."""
         if call.evaluate(self._tables):
             raise Unlike("it has a dictionary that makes what is looked up")
         there, elsewhere, tensors = self._read(call)
@@ -152,7 +152,7 @@ class Questions:
                 raise Unlike("what is one object in one is two in the other")
 
     def _questions(self, kinds: Sequence[str]) -> Iterator[Question]:
-        """Of guards that ask the same, the first one's."""
+        """The questions of the guards; of guards that ask the same, only the first one's."""
         known = set()
         for place, (guard, value, others) in enumerate(self._guards):
             names = _names(guard)
@@ -167,7 +167,8 @@ class Questions:
         return moved(source, self._call.source, LocalSource(BLOCK), {}) is not source
 
     def _read_in(self) -> types.CodeType:
-        """Whether a dictionary of another block that `_read` looks something up in makes it; the outermost first."""
+        """Code that tells whether another block has a dictionary that would make what `_read` looks up in it
+        (``__missing__``). The outermost dictionary comes first."""
         found: dict[str, Source] = {}
         for source in (*(guard.originating_source for guard, _, _ in self._guards), *self._sources):
             while isinstance(source, ChainedSource) and self._is_own(source.base):
@@ -180,7 +181,8 @@ class Questions:
         return compile(makes or "False", "<tables>", "eval")
 
     def _reader(self) -> Callable[[BlockCall], tuple[list[Any], list[list[Any]], list[Any]]]:
-        """Reads at once, of another call: what each guard looks at, the other places it names, and the tensors."""
+        """A function that reads from another call, all at once: the object that each guard looks at, those at the other
+        sources that it names, and the tensors."""
         moved_to: dict[int, Source] = {}
 
         def text(source: Source) -> str:
@@ -203,7 +205,7 @@ class Questions:
 
 
 def _names(guard: Guard) -> list[str]:
-    """The attributes or keys that a guard asks about being there."""
+    """The attributes or keys whose presence a guard checks."""
     create = guard.create_fn
     given = create.keywords.values() if isinstance(create, functools.partial) else ()
     return [one for one in given if isinstance(one, str)]

@@ -1,4 +1,4 @@
-"""The graph that is differentiated in the place of one with many equal stretches: with few of them (see `repeats`).
+"""Differentiates a graph with few equal stretches in the place of a graph with many.
 
 Equal stretches of a graph that follow one another, such as a model's blocks, are differentiated once.
 
@@ -6,12 +6,12 @@ Equal stretches of a graph that follow one another, such as a model's blocks, ar
     differentiated        before  0  1  2              7  after    after'  7'              2'  1'  0'  before'
     program               before  0  1  2  3  4  5  6  7  after    after'  7'  6'  5'  4'  3'  2'  1'  0'  before'
 
-A *stretch* is a row of nodes whose operators, arguments and layouts are those of the stretch before it, one stretch
-further on: it reads its own inputs (a block's parameters), what the one before computed, and what all of them read.
-AOTAutograd walks through nodes one by one, and autograd works backward in the order in which forward was recorded,
-latest first. So what it makes of a stretch depends on the stretch, on its neighbours and on what all read; and what it
-made of the second, on the third one's place, is the third. That is compared, node by node, and where it does not hold
-everything is differentiated as it stands.
+A *stretch* is a row of nodes. Its operators, arguments and layouts equal those of the stretch before it, moved on by
+one stretch: it reads its own inputs (a block's parameters), results of the stretch before, and values that all of them
+read. AOTAutograd walks through nodes one by one, and autograd runs backward through the order in which forward was
+recorded. So the result for a stretch depends only on the stretch, on its neighbours and on values that all read, and
+the result for the second, moved on by one stretch, is that for the third. This is compared node by node. If it does not
+hold, the whole graph is differentiated as it is.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class ReducedGraph:
 
     @contextmanager
     def marked(self) -> Iterator[None]:
-        """Inside, nodes say in which stretch they are, where AOTAutograd takes it on to what it makes of them."""
+        """Inside, the metadata of nodes says which stretch they are in. AOTAutograd copies it to the nodes it makes."""
         before = [(node, node.meta.get("nn_module_stack")) for node, _ in self._marked]
         for node, mark in self._marked:
             node.meta["nn_module_stack"] = {**(node.meta.get("nn_module_stack") or {}), mark: (mark, nn.Module)}
@@ -99,12 +99,12 @@ def differentiate(
     left: Sequence[Elided] = (),
     every: Sequence[Port] | None = None,
 ) -> Traced:
-    """`aot.differentiate`, which sees few of many equal stretches.
+    """Calls `aot.differentiate` on a graph with only a few of many equal stretches.
 
-    ``left``: stretches that are not in the module, and ``every``: what is given with theirs. Raises `Unequal` where
-    they are needed.
+    ``left``: stretches that are not in the module; ``every``: the given ports, with those of ``left``. Raises
+    `Unequal` if stretches of ``left`` are needed.
     """
-    # What is made of a tensor of a class of its own is several inputs of the program.
+    # A tensor subclass becomes several inputs of the program.
     runs = (
         []
         if any(isinstance(one, torch.Tensor) and is_wrapped(one) for one in inputs)

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-OWN = "own"  # under which `own_tensor`'s tensor is described
-BLOCK = "block"  # and `Template.call`'s block
-# What of a node is written anew.
+OWN = "own"  # the metadata key for the tensor of an `own_tensor` node
+BLOCK = "block"  # the metadata key for the block of a `Template.call` node
+# The metadata of a node that is written anew for each copy.
 WRITTEN = (
     "example_value", "creation_timestamp", "source_fn_stack", "nn_module_stack", "stack_trace", "grapharg", OWN,
 )  # fmt: skip
@@ -23,20 +23,20 @@ def own_tensor() -> torch.Tensor:
 
 
 def result_of() -> torch.Tensor:
-    """Stands there for what such a block computes: ``result_of(block, place)``."""
+    """Stands in Dynamo's graph for a result of such a block: ``result_of(block, place)``."""
     raise AssertionError
 
 
 @dataclass(frozen=True)
 class Line:
-    """Of a node, as it was when the block had been walked through: Dynamo takes out some of them later.
+    """A node as it was right after the walk through its block: Dynamo removes some nodes later.
 
-    name      without a number
-    kept      of its notes
+    name      its name without a number
+    kept      the metadata that copies keep
     user      the user's lines inside of the block
-    stack     which of the template's ``stacks``
-    function  that the user called
-    value     if it has one
+    stack     the place of its module stack in the template's ``stacks``
+    function  the function that the user called
+    value     its ``example_value``, if it has one
     """
 
     node: fx.Node
@@ -53,12 +53,12 @@ class Line:
 
 
 class Template:
-    """What blocks that are written like one have in common.
+    """The data that all blocks written like one block share.
 
-    modules  as a module stack names them; ``stacks``: those that there are
-    inputs   lines of the block's own tensors, and ``lines`` of its calls
-    given    the nodes that it reads and others made: tensors that it is called with, and what all blocks read
-    call     stands in Dynamo's graph for all calls of a block
+    modules  the block's modules, as a module stack names them; ``stacks``: the module stacks of its nodes
+    inputs   the lines of the block's own tensors; ``lines``: those of its calls
+    given    nodes of others that the block reads: the tensors that it is called with, and values that all blocks read
+    call     the function that stands in Dynamo's graph for all calls of a block
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class Template:
     def _line(self, node: fx.Node) -> Line:
         meta = node.meta
         place = None
-        if (stack := meta.get("nn_module_stack")) is not None:  # which what changes modes has not
+        if (stack := meta.get("nn_module_stack")) is not None:  # nodes that change modes have none
             place = self._places.setdefault(tuple(stack), len(self.stacks))
             if place == len(self.stacks):
                 self.stacks.append(stack)

@@ -1,8 +1,8 @@
-"""What Dynamo wrote of a block that it walked through, and whether a walk through another would write the same.
+"""The nodes that Dynamo wrote for a walked block, and whether a walk through another block would write the same.
 
-It would if all that the walk took for granted, which Dynamo notes as guards, holds of the other block as well. That is
-asked of what the guards look at before anything is written (`WalkedBlock.check`), and of the texts of the guards
-themselves when Dynamo has built them (`repeated_calls.Repeats.check_guards`).
+It would if everything that the walk relied on, which Dynamo records as guards, holds for the other block too. Before
+anything is written, `WalkedBlock.check` compares the objects that the guards look at. When Dynamo has built the guards,
+`repeated_calls.Repeats.check_guards` compares their texts.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from fsdp_compiled.torch_private.modes import C, enter_autocast, exit_autocast
 
 
 class Before:
-    """What there is before a block is walked through. ``nodes``: of the graph."""
+    """The state of the trace before a block is walked through. ``nodes``: those of the graph."""
 
     def __init__(self, call: BlockCall) -> None:
         output = call.output
@@ -45,22 +45,22 @@ class Before:
         }
         self._counts = _counts(call)
         effects = output.side_effects
-        # Of objects that there are, in the trace too: by what says how each may change, which its copies share.
+        # All objects so far, those made in the trace too. The key is the mutation type, which an object's copies share.
         self._objects = {id(one): one for one in (known.mutation_type for known in effects.id_to_variable.values())}
         self._stored = {one: dict(attributes) for one, attributes in effects.store_attr_mutations.items()}
 
     def check(self, call: BlockCall) -> None:
-        """Raises `Unlike` where the walk through this block changed something of it."""
+        """Raises `Unlike` if the walk through this block changed any of this state."""
         if call.changed() != call.changes or self._counts != _counts(call) or self._put_into_objects(call):
             raise Unlike("it changes objects")
         if any(node.meta["example_value"]._version != version for node, version in self._versions.items()):
             raise Unlike("it writes tensors in place")
 
     def _put_into_objects(self, call: BlockCall) -> bool:
-        """Whether something was put into a tensor, or into an object that the trace had made before.
+        """Whether the block set an attribute of a tensor, or of an object that the trace had made before.
 
-        What the block made for itself, such as a function inside of its own, nobody else can reach: it returns tensors
-        and numbers, and was given such. Objects that there were before the trace are `changes`.
+        Other code cannot reach objects that the block made for itself, such as an inner function: the block is given
+        and returns only tensors and numbers. Objects from before the trace are covered by `changes`.
         """
         for one, attributes in call.output.side_effects.store_attr_mutations.items():
             kind = one.mutation_type
@@ -73,23 +73,23 @@ class Before:
 
 
 def _counts(call: BlockCall) -> tuple[int, ...]:
-    """What else a walk may add to, which is not repeated."""
+    """The lengths of other lists that a walk may add to, which is not repeated."""
     output, effects = call.output, call.output.side_effects
     others = effects.tensor_hooks, effects.save_for_backward
     return tuple(map(len, (output.nn_modules, output.random_calls, output.aotautograd_guards, *others)))
 
 
-SOURCE = torch.empty((), device="meta").requires_grad_()  # what `another` is computed from
+SOURCE = torch.empty((), device="meta").requires_grad_()  # the results of `another` are computed from this
 
 
 def another(value: FakeTensor) -> Any:
-    """A fake tensor like this one, in memory of its own, which is computed if that one requires a gradient."""
+    """A fake tensor like ``value``, in its own memory. It has a ``grad_fn`` if ``value`` requires a gradient."""
     (made,) = others(value, 1)
     return made
 
 
 def others(value: FakeTensor, count: int) -> list[Any]:
-    """Several such tensors, with one derivative: that takes as long for one as for many."""
+    """Several such tensors with one ``grad_fn`` for all, which takes as long for one as for many."""
     base = value._base if value._is_view() else None
     if base is not None and base.is_contiguous() and value.is_contiguous() and base.dtype == value.dtype:
         if base.numel() == value.numel() and base.requires_grad == value.requires_grad:
@@ -104,14 +104,14 @@ def others(value: FakeTensor, count: int) -> list[Any]:
 
 
 class _Computed(torch.autograd.Function):
-    """Says of tensors that they are computed from one that requires a gradient."""
+    """Tells autograd that tensors are computed from one that requires a gradient."""
 
     @staticmethod
     def forward(_ctx: Any, _source: torch.Tensor, made: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
         return tuple(made)
 
 
-# What has no value: it changes modes, and what a block enters it leaves, or writes to what the block computed.
+# Calls without a value. They change modes (a block leaves each mode that it enters), or write to the block's results.
 VALUELESS = (C._set_grad_enabled, enter_autocast, exit_autocast, setitem)
 
 
@@ -120,12 +120,12 @@ def is_input(node: fx.Node) -> bool:
 
 
 class WalkedBlock:
-    """Raises `Unlike` where what Dynamo wrote cannot be repeated.
+    """A block that Dynamo walked through. Raises `Unlike` if the nodes that Dynamo wrote cannot be repeated.
 
-    nodes    that it wrote, ``inputs`` those of the block's own tensors, of which ``sources`` says where they are
-    guards   of the block, each with what is there now, and the other places that it names; ``kinds`` of them
-    ordered  places of dictionaries whose keys it read in order
-    results  the nodes that are returned; ``variables``: what Dynamo has for one like each
+    nodes    the nodes that it wrote; ``inputs``: those of the block's own tensors; ``sources``: where these tensors are
+    guards   the block's guards, each with its object now and the other sources that it names; ``kinds``: their kinds
+    ordered  the sources of dictionaries whose keys it read in order
+    results  the nodes that are returned; ``variables``: for each, a variable of Dynamo's to clone
     visits   how often each of the block's modules was called
     """
 
@@ -166,7 +166,7 @@ class WalkedBlock:
 
     @functools.cached_property
     def can_stand(self) -> bool:
-        """Whether one node can stand for all of a block: Dynamo looks through its graph for what changes modes."""
+        """Whether one node can stand for a whole block. Dynamo must see nodes that change modes in its graph."""
         return bool(self.results) and not any(node.target in VALUELESS for node in self.nodes)
 
     @functools.cached_property
@@ -179,7 +179,7 @@ class WalkedBlock:
         return found
 
     def _guards(self, guards: Iterable[Guard]) -> Iterable[tuple[Guard, Any, tuple[Source, ...]]]:
-        """What was read before the block was called is asked as well: the block may have read it again."""
+        """The guards of the block. Those from before its call count too: the block may have read the same again."""
         inputs = {source.name for source in self.sources}
         for guard in guards:
             if not self._own(guard.originating_source):  # of what all blocks read
@@ -196,7 +196,7 @@ class WalkedBlock:
             yield guard, self.call.value(guard.originating_source), others
 
     def distinct(self, places: Iterable[int]) -> list[int]:
-        """Of guards in these places of the list, those that say what none before says; Dynamo notes some twice."""
+        """Those of these places whose guard says something new: Dynamo records some guards twice."""
         found: dict[Any, int] = {}
         for place in places:
             guard = self.guards[place][0]
@@ -209,7 +209,7 @@ class WalkedBlock:
         return self.there(source, self.call) is not source
 
     def there(self, source: Source, call: BlockCall) -> Source:
-        """The same place of the called block; what is outside of the block that was walked through is where it is."""
+        """The source of the same place in the called block; a source outside of the walked block as it is."""
         return moved(source, self.call.source, call.source, call.moved)
 
     def path(self, path: str, call: BlockCall) -> str:
@@ -258,11 +258,12 @@ class WalkedBlock:
             raise Unlike(f"it returns a {type(result).__name__}")
 
     def place_given(self, result: Any) -> int | None:
-        """Which of what it was given the block returns."""
+        """The place of a result among the block's arguments, if the block returns one of them; else None."""
         return next((place for place, one in enumerate(self.call.given) if one is result), None)
 
     def _check_results(self, given: Sequence[fx.Node]) -> None:
-        """What is returned has memory of its own: what writes to it later writes to nothing else that is in reach."""
+        """Raises `Unlike` unless each result has its own memory: a later write to it must change no other tensor that
+        code can reach."""
         storages = [node.meta["example_value"].untyped_storage()._cdata for node in [*given, *self.results]]
         if len(set(storages[len(given) :]) - set(storages[: len(given)])) < len(self.results):
             raise Unlike("what it returns shares memory")
@@ -274,16 +275,16 @@ class WalkedBlock:
                 raise Unlike("what it returns lies in another way")
 
     def another(self, result: fx.Node) -> Any:
-        """A fake tensor like one that is returned; they are made a few at a time."""
+        """A fake tensor like a result of the block. A few are made at a time."""
         if not self._others[result]:
             self._others[result] = others(result.meta["example_value"], 8)
         return self._others[result].pop()
 
     def check(self, call: BlockCall, written: Collection[int]) -> tuple[list[torch.Tensor], list[Any]]:
-        """The block's own tensors, and what its guards look at.
+        """The own tensors of the called block, and the objects that its guards look at.
 
-        Raises `Unlike` if a walk through it might write something else. ``written``: which tensors the blocks have
-        that were not walked through, by identity.
+        Raises `Unlike` if a walk through it might write something else. ``written``: the own tensors of blocks that
+        were not walked through, by identity.
         """
         if call.form != self.call.form:
             raise Unlike("its arguments are others")
@@ -307,7 +308,7 @@ class WalkedBlock:
         return tensors, there
 
     def _known(self, call: BlockCall) -> tuple[set[int], set[str]]:
-        """The tensors that Dynamo has read, by identity, and the names of what it has."""
+        """The tensors that Dynamo has read, by identity, and the names of all its inputs."""
         places = call.output.graph.find_nodes(op="placeholder", sort=False)
         sources = list(call.output.input_source_to_var)
         now = len(places), places[-1:], len(sources), sources[-1:]

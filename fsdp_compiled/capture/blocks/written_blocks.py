@@ -1,12 +1,12 @@
-"""Writes into Dynamo's graph, of a block, what a walk through it would: see `repeated_calls`.
+"""Writes the nodes of a block into Dynamo's graph, as a walk through the block would: see `repeated_calls`.
 
     Dynamo's graph       x, p2 -> y = linear(x, p2)                       z = written_block(y)
     with own tensors     x, p2 -> y = linear(x, p2)      p3 = own_tensor()      z = linear(y, p3)
     what is made of it   x, p2, p3 -> y = linear(x, p2)                         z = linear(y, p3)
 
 A walk takes a third of a millisecond for each parameter: Dynamo makes a fake tensor, a variable, a guard, and code that
-finds it. Of these the graph needs an input alone, which it gets when Dynamo is done; and what Dynamo does to its graph
-then, it does node by node, so a block is one node for as long (`inlined`).
+finds the parameter. The graph needs only an input for it, which it gets when Dynamo is done. Dynamo's own passes over
+its graph go node by node, so a block is one node until they are done (`inlined`).
 """
 
 from __future__ import annotations
@@ -33,21 +33,21 @@ from fsdp_compiled.torch_private.dynamo import (
 
 
 class RepeatError(Exception):
-    """What was begun cannot be ended: trace again, walking through every block."""
+    """The repetition failed halfway: the caller must trace again, and walk through every block."""
 
 
 @dataclass(frozen=True)
 class Own:
-    """An own tensor of a block: where it is, and what it is. Dynamo keeps it of its inputs under this name, too."""
+    """An own tensor of a block: its source, and the tensor. Dynamo uses these names for its own inputs too."""
 
     source: Source
     example: torch.Tensor
 
 
 class WrittenBlock:
-    """A block that was not walked through. ``values``: what is there that the guards of the walked one look at.
+    """A block that was not walked through. ``values``: its objects that the walked block's guards look at.
 
-    ``tensors``: its own, once it is written.
+    ``tensors``: its own tensors, once it is written.
     """
 
     tensors: Sequence[torch.Tensor]
@@ -57,7 +57,7 @@ class WrittenBlock:
         self._guards: dict[int, Guard] = {}
 
     def guard(self, place: int) -> Guard:
-        """That of the walked block which is ``place`` in its list, of this one."""
+        """This block's version of the guard at ``place`` in the walked block's list."""
         if place not in self._guards:
             guard, _, others = self.walked.guards[place]
             create = guard.create_fn
@@ -69,7 +69,7 @@ class WrittenBlock:
         return self._guards[place]
 
     def name(self, place: int) -> str:
-        """That guard's."""
+        """The name of that guard."""
         walked = self.walked
         return walked.guards[place][0].name.replace(walked.call.source.name, self.call.source.name)
 
@@ -77,9 +77,9 @@ class WrittenBlock:
         return self.walked.there(value, self.call) if isinstance(value, Source) else value
 
     def write(self, tensors: Sequence[torch.Tensor], out: bool) -> Any:
-        """What Dynamo has for what the block returns. ``tensors``: the block's own.
+        """Writes the block, and returns Dynamo's variable for its result. ``tensors``: the block's own.
 
-        ``out``: node for node; else one node stands for all of them, until `inlined` writes them.
+        ``out``: whether to write every node; else one node stands for all of them, until `inlined` writes them.
         """
         walked, call, template = self.walked, self.call, self.walked.template
         self.tensors = tensors
@@ -106,14 +106,15 @@ class WrittenBlock:
         return self._returned(walked.result, dict(zip(walked.results, results, strict=True)))
 
     def write_out(self, graph: fx.Graph, given: Sequence[fx.Node], timestamp: Any = None) -> dict[fx.Node, fx.Node]:
-        """The block's nodes at the end of a graph, by those of the walked one. ``given``: what it reads there."""
+        """Writes the block's nodes at the end of a graph, and returns them by the walked block's nodes. ``given``: the
+        nodes that the block reads there."""
         walked, call, template = self.walked, self.call, self.walked.template
         modules = dict(zip(template.modules, (str(id(one)) for one in call.module.modules()), strict=True))
         stacks = [self._stack(stack, modules) for stack in template.stacks]
         mine = dict(zip(template.given, given, strict=True))
 
         def written(line: Line, made: fx.Node) -> fx.Node:
-            """Like the walked block's node, with the modules, and the user's lines, that it comes from."""
+            """Gives a node the metadata of the walked block's, with this block's modules and the user's lines."""
             mine[line.node], meta = made, made.meta
             meta.update(line.kept)
             if timestamp is not None:
@@ -136,7 +137,8 @@ class WrittenBlock:
         return mine
 
     def _stack(self, stack: Mapping[str, Any], modules: Mapping[str, str]) -> dict[str, Any]:
-        """The same of this block. ``modules``: its own, by those of the walked one, as a stack names them."""
+        """The same module stack for this block. ``modules``: its modules by the walked block's, as a stack names
+        them."""
         found: dict[str, Any] = {}
         for key, (path, kind) in stack.items():
             module, *visit = key.split("@")
@@ -153,7 +155,7 @@ class WrittenBlock:
         return ConstantVariable.create(result.value)
 
     def _variable(self, result: fx.Node, mine: Mapping[fx.Node, fx.Node]) -> Any:
-        """That of a tensor, for a node of the walked block; Dynamo makes the first, which the next ones are like."""
+        """Dynamo's variable for a result, by the walked block's node. Dynamo makes the first; later ones are clones."""
         node, known = mine[result], self.walked.variables
         proxy = fx.Proxy(node, self.call.output.current_tracer)
         if (like := known.get(result)) is not None:

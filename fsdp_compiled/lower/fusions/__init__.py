@@ -1,4 +1,4 @@
-"""Fusions: passes over the same `Program` that make it fast and leave what it means as it is.
+"""Fusions: passes over the same `Program` that make it faster and keep its meaning.
 
 They run after the passes, by the same runner, and what they leave is checked, dumped, hashed, agreed upon by the ranks
 and run: nothing rewrites a program after them.
@@ -38,8 +38,8 @@ from fsdp_compiled.plan.plan import Plan
 @dataclass(frozen=True)
 class Target:
     """What a program is fused for; the same on all ranks. ``trains``: whether it is a step or a microbatch. ``gloo``:
-    the axes whose collectives gloo carries out. ``tuned``: whether Inductor, on any rank, was told to choose among
-    kernels for each product itself."""
+    the axes whose collectives gloo runs. ``tuned``: whether Inductor, on any rank, was told to choose among kernels for
+    each product itself."""
 
     plan: Plan
     rules: tuple[Rule, ...]
@@ -50,7 +50,7 @@ class Target:
 
 @dataclass(frozen=True)
 class Fusion:
-    """``make`` binds the pass to its options; ``suits`` says whether it is worth it there."""
+    """``make`` binds the pass to its options; ``suits`` says whether the fusion is worth it for a target."""
 
     name: str
     make: Callable[[Target], Pass]
@@ -103,7 +103,7 @@ FUSIONS: tuple[Fusion, ...] = (
 
 
 def fusions_for(target: Target) -> tuple[Pass, ...]:
-    """The fusions for it, in order; none that `Policy.without` names."""
+    """The fusions for this target, in order, without those that `Policy.without` names."""
     without = target.plan.policy.without
     if without == "all":
         return ()

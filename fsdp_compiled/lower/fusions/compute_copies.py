@@ -9,8 +9,8 @@
     full' = all_gather(half')               shard.addcdiv_(exp_avg, ...)
     shard.addcdiv_(exp_avg, ...)            copy.copy_(shard)
 
-Who else writes a shard is followed by `fsdp_compiled.runtime.state`. Only the programs that train read copies:
-to run forward alone, or to differentiate, is not worth relying on them.
+`fsdp_compiled.runtime.state` tracks other writers of a shard. Only the programs that train read copies: for forward
+alone, or a gradient alone, the gain is not worth relying on them.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ aten = torch.ops.aten
 
 
 def compute_copies(program: Program, plan: Plan) -> Program:
-    """Makes what reads a cast of such a shard read its copy, an input, and brings that up to date after the update."""
+    """Replaces casts of such a shard by its copy, an input, and writes the copy again after the update."""
     edit = Edit(program)
     for buffer in plan.buffers:
         if plan.copied(buffer):

@@ -1,5 +1,5 @@
-"""A unit's gradients are flattened, cast and divided in one pass over memory; products write theirs where it is sent
-from.
+"""Flattens, casts and divides a unit's gradients in one pass over memory; products write their gradients directly into
+the buffer that is sent.
 
 `flatten_gradients`:
 
@@ -18,20 +18,19 @@ from.
     flat = flatten([d_up, d_bias], [0, 4096])  d_bias = sum(d_y, 0)
                                                flatten_(flat, [d_bias], [4096], [0, 4096])
 
-A weight's gradient is then neither read nor written once more, and never in memory twice; `flatten_` brings the rest to
-its place and clears the padding. So it goes for a product that nothing else reads, in the dtype that is reduced in; and
-with ``Policy.unrounded_gradients`` for one in half precision too, which is reduced in float32:
+A weight's gradient is then neither read nor written a second time, and never in memory twice; `flatten_` copies the
+other gradients to their places and clears the padding. This applies to a product that nothing else reads, in the dtype
+of the reduction; with ``Policy.unrounded_gradients`` also to one in half precision that is reduced in float32:
 
     d_up: bfloat16 = mm(t(d_y), x)             flat: float32 = empty([4224])
     flat: float32 = flatten([d_up, ...], ...)  product_(flat, 0, t(d_y), x)
 
-where 4 bytes an element are written in the place of 2 written, 2 read and 4 written. The sums inside of a product are
-in float32 anyhow, so what is left out is their rounding, and the gradient is nearer to the true one, but no longer
-FSDP2's bit for bit.
+which writes 4 bytes an element instead of writing 2, reading 2 and writing 4. A product sums in float32 anyhow, so only
+its rounding is left out: the gradient is nearer to the true one, but no longer equal to FSDP2's bit for bit.
 
-The others are small (biases, norms), or are sums of several gradients, or are cast on the way, which is what a flatten
-is for. Where the operator would keep Inductor from something better it stays: from choosing among kernels, if it is
-told to, and on a GPU from padding a product whose sides are no multiple of 16 bytes, which takes longer than a copy.
+Other gradients are small (biases, norms), or are sums of several gradients, or are cast on the way; a flatten handles
+these. The fusion leaves a product alone where Inductor has something better: where it is told to choose among kernels,
+and on a GPU where it pads a product whose sides are no multiple of 16 bytes (such a product takes longer than a copy).
 """
 
 from __future__ import annotations
@@ -55,7 +54,7 @@ aten = torch.ops.aten
 
 
 def flatten_gradients(program: Program, plan: Plan) -> Program:
-    """What `reduce` made to flatten each buffer's gradients, as one operator."""
+    """Replaces the nodes by which `reduce` flattens each buffer's gradients with one operator."""
     edit = Edit(program)
     for node in edit.graph.find_nodes(op="call_function", target=aten.cat.default):
         if role_of(node) == "flatten":
@@ -67,7 +66,7 @@ def _fuse(edit: Edit, cat: fx.Node, plan: Plan) -> None:
     sources, places, filled = [], [], 0
     for part in cat.args[0]:  # type: ignore[union-attr]
         laid = role_of(part) == "flatten"
-        if not (laid and part.target is aten.full.default):  # zeros: the buffer's padding
+        if not (laid and part.target is aten.full.default):  # zeros that pad the buffer
             sources.append(part.args[0] if laid and part.target is aten.reshape.default else part)
             places.append(filled)
         filled += part.meta["val"].numel()
@@ -102,7 +101,7 @@ HALF = (torch.bfloat16, torch.float16)
 
 @dataclass(frozen=True)
 class Direct:
-    """A product that becomes a part of a flat buffer, the views through which it does, and where it begins there."""
+    """A product that becomes part of a flat buffer, the views between the two, and its offset in the buffer."""
 
     node: fx.Node
     views: tuple[fx.Node, ...]
@@ -122,8 +121,8 @@ def direct_gradients(program: Program, plan: Plan) -> Program:
 
 
 def write(graph: fx.Graph, blocks: Collection[str] = (), unrounded: bool = False) -> None:
-    """Makes the products that a flat buffer is made of write into it; ``blocks`` names the submodules that may be
-    alike, whose products are placed as seen from the block's first, so that their pieces stay equal. ``unrounded``:
+    """Makes products write into the flat buffer that holds them. ``blocks``: names of submodules that may be alike;
+    their products are placed relative to the block's first one, so that their pieces stay equal. ``unrounded``:
     products in half precision write into a buffer of float32."""
     for flat in graph.find_nodes(op="call_function", target=operators.flatten.default):
         gradients, offsets, _, dtype, *scale = flat.args
@@ -191,7 +190,7 @@ def _rewrite(graph: fx.Graph, flat: fx.Node, found: Sequence[Direct]) -> None:
 
 
 def _stretches(found: Sequence[Direct]) -> Iterator[tuple[str | None, int, int]]:
-    """By block, from its first product's place to its last one's end."""
+    """For each block, the range from its first product's place to its last one's end."""
     for block in dict.fromkeys(one.block for one in found):
         mine = [one for one in found if one.block == block]
         yield block, mine[0].start, mine[-1].stop

@@ -6,9 +6,9 @@
     norm(gradient, inf) is finite                   squares = measure([gradient, ...], factor, nonfinite)
     squares = norm(scaled) ** 2 + ...               squares' = sum(squares)
 
-What the gradient is multiplied by until it is measured (1 / microbatches, 1 / the loss's scale) is told to the
-operator, so that where nothing else asks for the product (`optimizer_update`), it is never made. Gradients that join
-sums over microbatches in one operator (`microbatch_sums`) are measured by that:
+The operator also gets the factors on the gradient up to the measurement (1 / microbatches, 1 / loss scale), so that the
+scaled gradient is never made where nothing else reads it (`optimizer_update`). Where one operator adds gradients to
+sums over microbatches (`microbatch_sums`), that operator measures them:
 
     accumulate_([gradient], [sum])                  squares = accumulate_([gradient], [sum], factor, nonfinite)
 """
@@ -33,7 +33,7 @@ MARK = Mark("norm")
 
 
 def gradient_statistics(program: Program, plan: Plan) -> Program:
-    """What `report` and `unscale` ask of the gradients, in one read."""
+    """Computes in one read what `report` and `unscale` need to know about the gradients."""
     edit = Edit(program)
     found = {purpose_of(node): node for node in edit.graph.nodes}
     if "squares" in found:

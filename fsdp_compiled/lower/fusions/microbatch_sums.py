@@ -13,8 +13,8 @@ and in the last microbatch of a row, where the gradient is read again:
     sum_a = 0                           _foreach_zero_([sum_a, sum_b])
     sum_b = 0
 
-The sums are not cleared where they are read: between the two, ranks learn whether all of them make this step, and one
-that breaks off before leaves every rank the sums to make it again with.
+The sums are not cleared where they are read. In between, ranks learn whether all of them make this step; if a rank
+breaks off before, every rank still has the sums to make the step again.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ aten = torch.ops.aten
 
 
 def microbatch_sums(program: Program, plan: Plan) -> Program:
-    """Sums of whole gradients, which join before the reduction, stay apart: each is freed as soon as it has joined."""
+    """Leaves sums of whole gradients alone: each gradient joins before its reduction, and is freed at once."""
     edit = Edit(program)
     order = {buffer.key: place for place, buffer in enumerate(plan.buffers)}
     additions = [node for node in edit.graph.nodes if purpose_of(node) == "add" and node.meta["phase"] == "update"]
@@ -60,7 +60,7 @@ def _fuse(edit: Edit, additions: list[fx.Node]) -> None:
 
 
 def _clear(edit: Edit) -> None:
-    """One call for all sums of a dtype."""
+    """Clears all sums of a dtype in one call."""
     place = positions(edit.graph)
     cleared: dict[torch.dtype, list[fx.Node]] = {}
     for node in edit.graph.find_nodes(op="call_function", target=aten.zero_.default):

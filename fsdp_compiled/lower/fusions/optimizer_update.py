@@ -8,11 +8,11 @@
     ...                                                   factor)
     shard.addcdiv_(exp_avg, ...)
 
-For the optimizers that have such an operator, `fsdp_compiled.optim.rule`: others stay as they were traced. Everything
-that multiplied the gradients since their reduction (microbatches, the loss's scale, rows, clipping) becomes one number.
-Where a step that overflowed was to be put back, ``where(overflow, before, after)``, the operator is told, and then
-writes nothing. Shards that are kept in the compute dtype as well are written in that by the same call. Parameters that
-the loss does not reach are put back afterwards as before.
+Only some optimizers have such an operator (`fsdp_compiled.optim.rule`); others stay as they were traced. All factors on
+the gradients since their reduction (microbatches, loss scale, rows, clipping) become one number. Where a step that
+overflowed was to be put back, ``where(overflow, before, after)``, the operator gets the flag, and then writes nothing.
+For shards that also have a copy in the compute dtype, the same call writes the copy. Parameters that the loss does not
+reach are put back afterwards as before.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ aten = torch.ops.aten
 
 @dataclass
 class Member:
-    """A buffer of the group: what updates it, by purpose, what that reads, and what it was multiplied by before."""
+    """A buffer of the group: the nodes that update it, by purpose, what they read, and the factors on its gradient."""
 
     buffer: Buffer
     nodes: dict[str, list[fx.Node]]
@@ -44,7 +44,7 @@ class Member:
 
     @property
     def copy(self) -> fx.Node | None:
-        """The shard in the compute dtype, if it is kept in that as well."""
+        """The shard's copy in the compute dtype, if it has one."""
         writes = self.nodes.get("copy")
         return writes[0].args[0] if writes else None  # type: ignore[return-value]
 
@@ -113,7 +113,7 @@ def _members(edit: Edit, rule: Rule, plan: Plan) -> tuple[list[fx.Node], list[Me
 
 
 def _before_factors(member: Member) -> fx.Node:
-    """The gradient as it came from its reduction; the part of it that is this rank's, where that is not all."""
+    """The gradient as its reduction returned it; this rank's part of it, where the reduction returns more."""
     if purpose_of(member.gradient) != "own part":
         return unscaled(member.gradient)[0]
     node = member.gradient
@@ -130,7 +130,7 @@ def _call(
     factor: fx.Node | None,
     skipped: fx.Node | None,
 ) -> None:
-    """The rule's operator, for all its buffers at once; those that have copies are another list from the others."""
+    """Calls the rule's operator for all its buffers at once; buffers with copies are in a list of their own."""
     formula, inputs = rule.formula, edit.inputs
     assert formula is not None
     mark = Mark("update", f"optimizer {rule.key}")

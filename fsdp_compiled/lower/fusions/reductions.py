@@ -8,28 +8,28 @@
     gradient = wait(sum)                    gradient = wait(sum)
 
 PyTorch's functional ``all_reduce`` copies its input and reduces the copy: one read and one write of a whole gradient on
-the stream of compute (`Functional.cpp`), and its memory twice while both are there. NCCL's and gloo's own all-reduces
-are in place.
+the compute stream (`Functional.cpp`), and twice its memory while both exist. The all-reduces of NCCL and gloo
+themselves are in place.
 
-Not so for memory that the program was given, for what is no contiguous stretch of numbers, and where anything that has
-the memory of the input is read later, or by what may still be reading then: a collective, or a copy to the host. Nor
-along tp, where ranks may have parts of other shapes, of which one is contiguous and another is not.
+The fusion leaves an all-reduce alone where the program was given the input's memory, or the input is not contiguous. It
+does so too where anything in the input's memory is read later, or may still be being read by a collective or a copy to
+the host; and along tp, where ranks' parts may differ in shape, with one contiguous and another not.
 
-`sum_reductions` lets the kernel that flattens gradients divide them, too, and sums over the wire in the place of a
-mean:
+`sum_reductions` makes the kernel that flattens gradients divide them, too, so that the reduction takes a sum instead of
+a mean:
 
     before                                       after
 
     flat = flatten([d_up, d_bias], ...)          flat = flatten([d_up, d_bias], ..., 0.125)
     part = reduce_scatter(flat, "avg", "shard")  part = reduce_scatter(flat, "sum", "shard")
 
-NCCL multiplies each rank's numbers by 1 / ranks for a mean, before the sum (`hostToDevRedOp`: ``ncclAvg`` of floats is
-``ncclDevPreMulSum``). So the numbers are the same where ranks are a power of two, and at most a rounding apart
-otherwise; but plain sums alone are added up inside of switches (NVLS). Along a replicate axis, the all-reduce that
-follows becomes a sum with it. A buffer that products write into (`direct_gradients`) has no kernel that could divide it
-in passing, and keeps its mean.
+For a mean, NCCL multiplies each rank's numbers by 1 / ranks before the sum (`hostToDevRedOp`: ``ncclAvg`` of floats is
+``ncclDevPreMulSum``). So the results are the same if the number of ranks is a power of two, and at most a rounding
+apart otherwise; but only plain sums are added up inside of switches (NVLS). Along a replicate axis, the all-reduce that
+follows becomes a sum, too. A buffer that products write into (`direct_gradients`) has no kernel that could divide it in
+passing, and keeps its mean.
 
-`exchange` makes a reduce-scatter over gloo an exchange and a sum:
+`exchange` replaces a reduce-scatter over gloo by an exchange and a sum:
 
     before                                       after
 
@@ -37,9 +37,9 @@ in passing, and keeps its mean.
     part' = wait(part)                           part' = combine(wait(rows), 4, "avg")
 
 gloo has no reduce-scatter: PyTorch all-reduces a copy of the buffer and keeps a slice (ProcessGroupGloo's
-``reduce_scatter_tensor_coalesced``), so that each rank sends 2 (W - 1) / W of it where (W - 1) / W would do. Here the
-sum is of W slices in the order of the ranks: another than gloo's, and as close as any. Two numbers have one sum: among
-two ranks it is gloo's, bit for bit.
+``reduce_scatter_tensor_coalesced``), so that each rank sends 2 (W - 1) / W of it where (W - 1) / W would do. The
+exchange sums W slices in the order of the ranks, which is not gloo's order, and as close as any. Two numbers have only
+one sum, so with two ranks the result is gloo's, bit for bit.
 """
 
 from __future__ import annotations
@@ -130,7 +130,7 @@ def sum_reductions(program: Program, plan: Plan) -> Program:
 
 
 def _means(flat: fx.Node) -> list[fx.Node]:
-    """The means over ranks that are taken of it, one of the other, with nothing else that reads them."""
+    """The means over ranks that are taken of it, one after the other, if nothing else reads them."""
     found, node = [], flat
     while len(node.users) == 1:
         (node,) = node.users
@@ -142,7 +142,7 @@ def _means(flat: fx.Node) -> list[fx.Node]:
 
 
 def in_place_all_reduce(program: Program, plan: Plan) -> Program:
-    """The fusion: of gradients, and of what ranks report."""
+    """Applies the fusion to gradients, and to what ranks report."""
     edit = Edit(program)
     order = positions(edit.graph)
     for node in edit.graph.find_nodes(op="call_function", target=c10d.all_reduce.default):
@@ -172,7 +172,7 @@ def _is_last(node: fx.Node, order: dict[fx.Node, int]) -> bool:
 
 
 def _in_memory_of(node: fx.Node) -> list[fx.Node]:
-    """The value, and what it is a view, the awaited result or the next version of, back to what made its memory."""
+    """The value, and earlier nodes in its memory: views, waits, in-place operators, and what made the memory."""
     found = [node]
     while (node := found[-1]).op == "call_function":
         if is_alias(node) or is_wait(node):

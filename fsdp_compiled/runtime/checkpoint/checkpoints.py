@@ -58,27 +58,27 @@ class Checkpoints:
         self._mesh, self._calls = mesh, calls
         self._images = [Image(mesh.device)]  # a second one where `busy` was "double_buffer"
         self._plans = Plans()
-        self._open: list[tuple[Saving, Image]] = []  # that are written, or nobody was told that they failed
+        self._open: list[tuple[Saving, Image]] = []  # saves that run, or whose failure nobody was told
         self._count = 0
         self._ranks: list[Any] = []  # as a `DeviceMesh`, once one was asked for
 
     def check(self) -> None:
-        """Raises `SaveError` where a checkpoint that was written in the background could not be, once."""
+        """Raises `SaveError`, once, if a checkpoint could not be written in the background."""
         for one, _ in self._open:
             if (error := one.failed()) is not None:
                 one.told = True
                 raise error
 
     def heard(self, text: str) -> None:
-        """What other ranks said was heard: if it was this error, nobody needs to hear it again."""
+        """Notes that this rank heard what other ranks said. If it was this error, nobody needs to hear it again."""
         for one, _ in self._open:
             if one.save is not None and one.save.what in text:
                 one.told = True
 
     def wait(self, busy: Busy = "wait", folder: Path | None = None, step: int | None = None) -> None:
-        """Until no checkpoint is being written, or one at most under ``"double_buffer"``, if it comes before this one.
+        """Waits until no checkpoint is being written, but for one earlier than this one under ``"double_buffer"``.
 
-        Raises `SaveError` for one that failed and nobody was told of.
+        Raises `SaveError` for a save that failed and nobody was told of.
         """
         for one, _ in list(self._open):
             save = one.save
@@ -97,7 +97,7 @@ class Checkpoints:
             self._open.pop(0)
 
     def save(self, wish: Wish, trained: Trained, extra: Mapping[str, Any]) -> Saving:
-        """Collective, up to the copy. All ranks have agreed that they save."""
+        """Saves a checkpoint. Collective, up to the copy. All ranks have agreed that they save."""
         wait_for_host_memory(trained.plan)
         begun: list[Path] = []
         self._count += 1
@@ -117,7 +117,7 @@ class Checkpoints:
             copied = image.fill(own.files, own.beside)
         except Exception as error:
             copied = error
-        finally:  # where this rank was interrupted, too, the others hear of it
+        finally:  # if this rank was interrupted, the others hear of that too
             if copied is None:
                 copied = RuntimeError("it was interrupted while it copied")
             after = self._open[-1][0] if self._open else None
@@ -125,7 +125,7 @@ class Checkpoints:
         return self._open[-1][0]
 
     def _free_image(self) -> Image:
-        """One that is not being written."""
+        """An image that is not being written."""
         used = [image for _, image in self._open]
         free = [image for image in self._images if not any(image is one for one in used)]
         if not free:
@@ -152,7 +152,7 @@ class Checkpoints:
         return found
 
     def run(self, trained: Trained, what: str, work: Work[T]) -> T:
-        """What it returns on this rank, once every rank has come to its end. Collective."""
+        """Runs the work; returns its result on this rank once every rank has come to its end. Collective."""
         wait_for_host_memory(trained.plan)
         try:
             return lockstep(self._mesh, what, work)
@@ -199,7 +199,7 @@ class Checkpoints:
 
 
 def _report(chosen: Path, manifest: Manifest, found: Match, extra: Mapping[str, Any]) -> None:
-    """What was not loaded, and what is not as it was."""
+    """Reports what was not loaded, and what is not as it was."""
     if found.differences:
         lines = "".join(f"\n  {line}" for line in found.differences)
         log.warning("loaded what fits of %s, and left the rest as it was:%s", chosen, lines)

@@ -4,9 +4,9 @@
         layers.0.weight at 0..48     ->  model.layers.0.weight [32, 48), as chunks
         layers.0.bias at 48..56      ->  model.layers.0.bias [0, 8)
 
-A *chunk* is what it is for `torch.distributed.checkpoint`: a rectangle of a whole tensor. Names are
-``model.<parameter>`` and ``optimizer.state.<parameter>.<name>``, shapes those of the whole, whatever unit, buffer, rank
-and part along the tp axis the elements lie in.
+A *chunk* is a rectangle of a whole tensor, as in `torch.distributed.checkpoint`. Names are ``model.<parameter>`` and
+``optimizer.state.<parameter>.<name>``. Shapes are those of the whole tensor, whichever unit, buffer, rank and part
+along the tp axis hold the elements.
 
 Elements ``[start, stop)`` of a tensor, in memory order, are at most ``2 * dims - 1`` rectangles.
 
@@ -36,11 +36,11 @@ from fsdp_compiled.runtime.parameters.shard_layout import ShardPlace
 from fsdp_compiled.torch_private.dtensor import LocalShardsWrapper
 
 Shape = tuple[int, ...]
-GRAIN = 64  # elements: replicas share a shard's elements in multiples of it
+GRAIN = 64  # elements: replicas split a shard's elements in multiples of it
 
 
 def overlap(offsets: Shape, sizes: Shape, others: Shape, other_sizes: Shape) -> tuple[Shape, Shape] | None:
-    """Where two rectangles meet: offsets and end."""
+    """The intersection of two rectangles: its offsets and its end."""
     begin = tuple(map(max, zip(offsets, others, strict=True)))
     ends = zip(map(sum, zip(offsets, sizes)), map(sum, zip(others, other_sizes)), strict=True)
     end = tuple(map(min, ends))
@@ -49,8 +49,8 @@ def overlap(offsets: Shape, sizes: Shape, others: Shape, other_sizes: Shape) -> 
 
 @dataclass(frozen=True)
 class Chunk:
-    """A rectangle of a tensor of this shape. ``values`` are its elements, in its sizes: of what a rank holds, a view of
-    the state, which a save reads and a load writes."""
+    """A rectangle of a tensor of this shape. ``values`` are its elements, in its sizes. For what a rank holds, they are
+    a view of the state, which a save reads and a load writes."""
 
     name: str
     offsets: Shape
@@ -63,12 +63,12 @@ class Chunk:
         return key_of(self.name, self.offsets, tuple(self.values.shape), self.shape)
 
     def of(self, whole: torch.Tensor) -> torch.Tensor:
-        """These elements of the whole tensor, a view."""
+        """A view of these elements of the whole tensor."""
         return whole[tuple(slice(o, o + size) for o, size in zip(self.offsets, self.values.shape, strict=True))]
 
 
 def key_of(name: str, offsets: Shape, sizes: Shape, shape: Shape) -> str:
-    """The tensor's own name where it is whole, so that any reader of safetensors finds it."""
+    """Its name in a file: the tensor's own if it is the whole, so that any reader of safetensors finds it."""
     if sizes == shape:
         return name
     return f"{name}[{', '.join(f'{start}:{start + size}' for start, size in zip(offsets, sizes, strict=True))}]"
@@ -80,7 +80,7 @@ def whole_chunk(name: str, values: torch.Tensor) -> Chunk:
 
 @dataclass(frozen=True)
 class Piece:
-    """A chunk in a file, from this byte on, with its dims in this order from slowest to fastest; None: as they are."""
+    """A chunk in a file, from byte ``start`` on. ``order``: its dims, slowest first; None: the tensor's order."""
 
     offsets: Shape
     sizes: Shape
@@ -93,14 +93,14 @@ class Piece:
         return math.prod(self.sizes)
 
     def shaped(self, values: torch.Tensor) -> torch.Tensor:
-        """``[numel]``, as they are in the file -> the view in its sizes."""
+        """``[numel]``, as they are in the file -> a view in the chunk's sizes."""
         if self.order is None:
             return values.view(self.sizes)
         return in_dims(values, [self.sizes[dim] for dim in self.order], self.order)
 
 
 def in_dims(values: torch.Tensor, sizes: Sequence[int], order: Sequence[int]) -> torch.Tensor:
-    """``[numel]``, whose dims in memory have these sizes -> the view in the dims of the tensor."""
+    """``[numel]``, whose dims in memory have these sizes -> a view in the tensor's order of dims."""
     return values.view(list(sizes)).permute([order.index(dim) for dim in range(len(order))])
 
 
@@ -131,15 +131,15 @@ def place_of(mesh: Mesh) -> Place:
 
 @dataclass(frozen=True)
 class Holders:
-    """This rank among all, of which some hold the same elements."""
+    """This rank among all ranks; some of them hold the same elements."""
 
     rank: int
     places: Sequence[Place]
 
     def share(self, cut: bool, split: bool) -> tuple[int, int]:
-        """Which part, of how many, of the elements that it holds are this rank's to write.
+        """Which part of the elements that this rank holds it writes, and of how many parts.
 
-        ``cut``: each rank along the shard axis has others; ``split``: each along the tp axis.
+        ``cut``: ranks along the shard axis hold different elements; ``split``: ranks along the tp axis do.
         """
         own = self.places[self.rank]
         same = [
@@ -159,7 +159,7 @@ def state_name(slot: Slot, name: str) -> str:
 
 
 def split_state_name(key: str) -> tuple[str, str] | None:
-    """The parameter and the name of an optimizer's state; None for a key that is none."""
+    """The parameter and the state's name in an optimizer state key; None for any other key."""
     if not key.startswith("optimizer.state."):
         return None
     parameter, name = key.removeprefix("optimizer.state.").rsplit(".", 1)
@@ -167,7 +167,7 @@ def split_state_name(key: str) -> tuple[str, str] | None:
 
 
 def per_element(buffer: Buffer, rules: Sequence[Rule]) -> list[str]:
-    """The names of the optimizer's state that has an element for each of the buffer's."""
+    """The names of the optimizer state that has one element for each of the buffer's."""
     if not buffer.updated or not rules:
         return []
     assert buffer.group is not None
@@ -187,7 +187,7 @@ def tensors(plan: Plan, rules: Sequence[Rule], optimizer: Mapping[str, torch.Ten
 
 
 def aliases(plan: Plan) -> dict[str, str]:
-    """Other names of tied parameters, each with the first."""
+    """Other names of tied parameters, each with the first name."""
     return {name: slot.name for b in plan.buffers for slot in b.slots for name in slot.leaf.names[1:]}
 
 
@@ -199,7 +199,7 @@ def held(
     optimizer: Mapping[str, torch.Tensor],
     holders: Holders | None = None,
 ) -> Iterator[Chunk]:
-    """What a rank here holds; with ``holders``, what of that it writes, so that all ranks write each element once."""
+    """The chunks that a rank here holds; with ``holders``, those that it writes, each element once among ranks."""
     for buffer in plan.buffers:
         for name in (None, *per_element(buffer, rules)):
             values = parameters[buffer.key] if name is None else optimizer[f"{buffer.key}.{name}"]
@@ -217,8 +217,8 @@ def held(
 
 
 def chunks_of(name: str, leaf: Leaf, place: Place, start: int, values: torch.Tensor) -> Iterator[Chunk]:
-    """A parameter's elements from this one on, in memory order, as chunks of the whole tensor; of one that is cut along
-    the tp axis, of the part that a rank here has, without the zeros that may end it."""
+    """A parameter's elements from ``start`` on, in memory order, as chunks of the whole tensor. If the tp axis cuts the
+    parameter, they are elements of this rank's part, without the zeros that may end it."""
     cut = leaf.tp.dim if leaf.split and leaf.tp is not None else None
     for first, offsets, sizes in rectangles(leaf.shape, leaf.order, start, start + values.numel()):
         at = tuple(o + place.tp * leaf.shape[dim] * (dim == cut) for dim, o in enumerate(offsets))
@@ -238,7 +238,7 @@ class Rectangle(NamedTuple):
 
 
 def rectangles(shape: Sequence[int], order: Sequence[int], start: int, stop: int) -> Iterator[Rectangle]:
-    """Elements ``[start, stop)`` of a tensor whose dims lie in this order in memory, slowest first."""
+    """Rectangles of elements ``[start, stop)`` of a tensor whose dims lie in this order in memory, slowest first."""
     back = [order.index(dim) for dim in range(len(shape))]
     for first, offsets, sizes in _contiguous([shape[dim] for dim in order], start, stop):
         yield Rectangle(first, tuple(offsets[at] for at in back), tuple(sizes[at] for at in back))
@@ -252,7 +252,7 @@ def _contiguous(shape: Sequence[int], start: int, stop: int) -> Iterator[Rectang
         return
     inner = math.prod(shape[1:])
     row, rows = start // inner, (stop - start) // inner
-    if start % inner or not rows:  # it begins with a part of a row
+    if start % inner or not rows:  # it begins inside a row
         end = min(stop, (row + 1) * inner)
         for first, offsets, sizes in _contiguous(shape[1:], start % inner, end - row * inner):
             yield Rectangle(first + row * inner, (row, *offsets), (1, *sizes))
@@ -263,14 +263,14 @@ def _contiguous(shape: Sequence[int], start: int, stop: int) -> Iterator[Rectang
 
 
 def wrapped(chunks: Sequence[Chunk]) -> LocalShardsWrapper:
-    """Chunks as DCP writes and reads them."""
+    """The chunks in the form that DCP writes and reads."""
     return LocalShardsWrapper([one.values for one in chunks], [one.offsets for one in chunks])
 
 
 def rectangles_of(place: ShardPlace, values: torch.Tensor) -> LocalShardsWrapper | None:
-    """What this rank has of a parameter, or of its gradient or average, as DCP writes and reads it; None: nothing.
+    """This rank's part of a parameter, gradient or average, in the form that DCP writes and reads; None: nothing.
 
-    ``values``: this rank's, 1-d, at ``place``.
+    ``values``: this rank's values, 1-d, at ``place``.
     """
     chunks = list(chunks_of(place.name, place.leaf, place_of(place.layout.mesh), place.part.first, values))
     return wrapped(chunks) if chunks else None

@@ -1,20 +1,20 @@
-"""The small part of a run's state, as values by name: all that is not a flat shard.
+"""The small part of a run's state, as values by name: everything that is not a flat shard.
 
 | value | what |
 |---|---|
 | ``updates`` | how many updates were made |
 | ``scale`` | the loss scale: factor, steps since it changed, overflows |
 | ``optimizer`` | its class, and its groups' options |
-| ``scalars`` | state that a group has once, such as the step count, and its parameters; apart, those with no step yet |
-| ``owners`` | of each optimizer that has whole parameters: options that its code writes, and attributes |
-| ``owned <parameter>`` | what such an optimizer keeps for a parameter, in its own form; its owners have it |
+| ``scalars`` | what a group keeps once, such as the step count, with its parameters; apart, those not stepped yet |
+| ``owners`` | for each optimizer of whole parameters: the options that its code writes, and its attributes |
+| ``owned <parameter>`` | what such an optimizer keeps for a parameter, in its own form; only owners have it |
 | ``random`` | this rank's generators: PyTorch's, Python's and NumPy's |
 | ``buffer <name>`` | a buffer of the model |
 | ``constant <name>`` | a tensor that the loss closes over and updates |
-| ``local`` | what a rank has that other sites have not, under ``Policy.sync_every`` |
-| ``extra <name>`` | what the user gave along: its ``state_dict()`` |
+| ``local`` | what a rank has under ``Policy.sync_every`` that other sites do not have |
+| ``extra <name>`` | the ``state_dict()`` of an object that the user passed along |
 
-Each is written once where all ranks have the same, and else by every rank.
+A value is written once if all ranks have the same one. Otherwise it is written for every rank.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from fsdp_compiled.runtime.rng import default_generator, seed
 from fsdp_compiled.runtime.state import State
 from fsdp_compiled.runtime.whole_update import WholeUpdate
 
-OWNED = "owned "  # the values that only owners have begin so
+OWNED = "owned "  # the names of values that only owners have begin with this
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class Trained:
     state: State
     optimizer: Optimizer | None
     rules: Sequence[Rule]
-    updates: Sequence[WholeUpdate] = ()  # of optimizers that keep state in forms of their own, on owners
+    updates: Sequence[WholeUpdate] = ()  # by optimizers that keep state in forms of their own, on owners
     local: LocalSteps | None = None
 
     @property
@@ -62,7 +62,7 @@ class Trained:
 
 
 def values_of(trained: Trained, extra: Mapping[str, Any]) -> tuple[dict[str, Any], Tensors]:
-    """The values as JSON, and copies of their tensors, on the host.
+    """The values as JSON, and copies of their tensors in host memory.
 
     Raises ``ValueError`` by name for what a checkpoint cannot hold.
     """
@@ -103,10 +103,10 @@ def check_extra(extra: Mapping[str, Any] | None, load: bool) -> dict[str, Any]:
 
 
 def dealt_out(holder: Any) -> bool:
-    """Whether the examples of a loader are dealt out to ranks, as `DistributedSampler` does.
+    """Whether a loader deals its examples out to ranks, as `DistributedSampler` does.
 
-    Then its state says how many this rank has taken, which is no place among those of another number of ranks; and it
-    is the same on all ranks all the same.
+    The state of such a loader says how many examples this rank has taken. That is no position for another number of
+    ranks, even though the state is the same on all ranks.
     """
     with suppress(Exception):  # an attribute of the user's may raise anything
         batches = getattr(holder, "batch_sampler", None)
@@ -122,7 +122,7 @@ def class_name(optimizer: Optimizer) -> str:
 
 
 def options(optimizer: Optimizer) -> list[dict[str, Any]]:
-    """The groups' options but for those that a checkpoint cannot hold, such as functions."""
+    """The groups' options, without those that a checkpoint cannot hold, such as functions."""
     found = []
     for group in optimizer.param_groups:
         kept = {}
@@ -138,7 +138,7 @@ def options(optimizer: Optimizer) -> list[dict[str, Any]]:
 
 
 def plain(value: Any) -> Any:
-    """A rate that is a tensor, or NumPy's, as the number that it is; in a tuple or list too."""
+    """A rate that is a tensor or a NumPy number, as a Python number; also inside a tuple or list."""
     if type(value) in (tuple, list):
         return type(value)(plain(one) for one in value)
     if isinstance(value, torch.Tensor):
@@ -147,7 +147,7 @@ def plain(value: Any) -> Any:
 
 
 def numbers_of(state: State, plan: Plan, rule: Rule) -> Iterator[tuple[list[str], dict[str, Any]]]:
-    """What a group has once, with the parameters that have it; apart, those with no step yet."""
+    """What a group keeps once, with the parameters that have it; parameters with no step yet come apart."""
     own = {entry.name: state.optimizer[f"{rule.key}.{entry.name}"].item() for entry in rule.state if entry.scalar}
     names = names_of(plan, rule)
     later = state.step_counts.left(rule, names)
@@ -157,7 +157,7 @@ def numbers_of(state: State, plan: Plan, rule: Rule) -> Iterator[tuple[list[str]
 
 
 class _Source(NamedTuple):
-    """What random numbers are drawn from: its state, how it is set, how that is tried, and how it is seeded."""
+    """A source of random numbers: its state, how to set it, how to try that, and how to seed it."""
 
     state: Callable[[], Any]
     put: Callable[[Any], Any]
@@ -195,13 +195,13 @@ def _sources(device: torch.device) -> dict[str, _Source]:
 
 
 def generators(state: State, device: torch.device) -> dict[str, Any]:
-    """What this rank draws random numbers from."""
+    """The states of this rank's random generators."""
     _ = state.random  # what was written into the state goes to the generator first
     return {name: source.state() for name, source in _sources(device).items()}
 
 
 def check_generators(saved: Mapping[str, Any], device: torch.device) -> None:
-    """Raises ``ValueError`` where `set_generators` could not take it."""
+    """Raises ``ValueError`` where `set_generators` could not take these states."""
     try:
         for name, source in _sources(device).items():
             if name in saved or name in ("cpu", "python"):
@@ -214,17 +214,17 @@ def check_generators(saved: Mapping[str, Any], device: torch.device) -> None:
 
 
 def set_generators(saved: Mapping[str, Any], state: State, device: torch.device) -> None:
-    """Lets this rank go on drawing where the saved one stood."""
+    """Sets this rank's generators, so that they go on where the saved ones stood."""
     _ = state.random
     for name, source in _sources(device).items():
         if name in saved:
             source.put(saved[name])
-        elif name == "cuda":  # written on CPUs
+        elif name == "cuda":  # the checkpoint was written on CPUs
             source.seed(f"fsdp_compiled cuda {saved['cpu'].tolist()}")
 
 
 def derive_generators(text: str, state: State, device: torch.device) -> None:
-    """New random numbers for this rank, which are a function of the text."""
+    """Gives this rank new random numbers, which are a function of the text."""
     _ = state.random
     for name, source in _sources(device).items():
         source.seed(f"fsdp_compiled {name} {text}")

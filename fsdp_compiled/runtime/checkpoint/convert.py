@@ -1,13 +1,13 @@
-"""A checkpoint from one layout into another, on one process, a tensor at a time.
+"""Converts a checkpoint from one layout into another, on one process, one tensor at a time.
 
     this package's    folder/step-N, or a folder of those: the newest
     "dcp"             torch.distributed.checkpoint's, as FSDP2 writes model and optimizer
     "hf"              Hugging Face's: weights alone
 
-What a layout has no place for is left out and said: random states, loss scale and extras exist in this package's alone.
+What a layout has no place for is left out and reported. Only this package's has random states, loss scale and extras.
 
-DCP's files are read without trust: the metadata, a pickle, with the few classes that it needs, and what it speaks of
-with ``weights_only``; nothing else is run.
+DCP's files are not trusted. The metadata, a pickle, is read with only the few classes that it needs; what it refers to
+is read with ``weights_only``. Nothing else is run.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ def convert(source: Path, target: Path, to: To) -> Contents:
 
 
 def read(source: Path) -> Contents:
-    """What is there, in whichever layout."""
+    """Reads the checkpoint there, in whichever layout it is."""
     if (source / METADATA).is_file():
         return _from_dcp(source)
     if (source / manifests.NAME).is_file():
@@ -120,7 +120,7 @@ def read(source: Path) -> Contents:
 
 
 def _lazy(folder: Path, manifest: Manifest, name: str) -> Lazy:
-    """A tensor of files with a manifest, verified where there are checksums."""
+    """A tensor from files with a manifest, verified if there are checksums."""
     entry = manifest.tensors[name]
 
     def whole() -> torch.Tensor:
@@ -175,7 +175,7 @@ class _Whole(DefaultLoadPlanner):
 
 
 class _Files(FileSystemReader):
-    """One checkpoint, a key at a time. Raises ``ValueError`` with the file for what is damaged or foreign."""
+    """One checkpoint, read one key at a time. Raises ``ValueError`` with the file for what is damaged or foreign."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
@@ -196,7 +196,7 @@ class _Files(FileSystemReader):
         self.set_up_storage_reader(found, True)
 
     def read(self, key: str) -> Any:
-        """A whole tensor, or something that is none: a number, a string, a list."""
+        """A whole tensor, or a value that is not a tensor: a number, a string, a list."""
         entry = self.entries[key]
         state: dict[str, Any] = {key: None}
         if isinstance(entry, TensorStorageMetadata):
@@ -227,7 +227,7 @@ def _from_dcp(folder: Path) -> Contents:
     if prefix is not None:
         begin = f"{prefix}state."
         states = {key: key.removeprefix(begin).rsplit(".", 1) for key in lazy if key.startswith(begin)}
-        # Of a parameter that is no number itself, what is one is there once: a step count, a product of rates.
+        # State that is one number, of a parameter that is none, is kept once: a step count, a product of rates.
         whole = {parameter for key, (parameter, _) in states.items() if lazy[key].shape}
         once = {
             "step",
@@ -243,7 +243,7 @@ def _from_dcp(folder: Path) -> Contents:
                     found.state.setdefault(parameter, {})[name] = one
         _dcp_groups(reader, prefix, found)
     stepped = [rest.pop(key) for key in [*rest] if f".{key}".endswith(f".{STEPPED}")]
-    if stepped and not stepped[0].read().item():  # owners' state is zeros, for DCP to read into
+    if stepped and not stepped[0].read().item():  # owners' state is only zeros, made for DCP to read into
         for parameter in [name for name in found.state if not found.numbers.get(name)]:
             found.numbers[parameter] = {}
             del found.state[parameter]
@@ -261,7 +261,7 @@ def _from_dcp(folder: Path) -> Contents:
 
 
 def _tie(found: Contents) -> None:
-    """Notes the other names of tied parameters: DCP has the values under each, and state of the optimizer under one."""
+    """Notes other names of tied parameters: DCP has values under each name, but the optimizer's state under one."""
     trained: dict[tuple[Any, ...], str] = {}
     for state in (True, False):
         for name, one in found.parameters.items():
@@ -278,7 +278,7 @@ def _digest(one: Lazy) -> str:
 
 
 def _model_prefix(rest: Mapping[str, Lazy], found: Contents) -> str:
-    """What stands before the parameters' names."""
+    """The prefix of the parameters' names."""
     for parameter in (*found.state, *found.numbers):
         for key in rest:
             if key == parameter or key.endswith(f".{parameter}"):
@@ -290,7 +290,7 @@ def _model_prefix(rest: Mapping[str, Lazy], found: Contents) -> str:
 
 
 def _dcp_groups(reader: _Files, prefix: str, found: Contents) -> None:
-    """Groups as they were, or, where options were written for each parameter, parameters with equal ones."""
+    """The saved groups; or, if options were written for each parameter, groups of parameters with equal options."""
     begin = f"{prefix}param_groups."
     groups: dict[str, dict[str, Any]] = {}  # by number, or by parameter's name
     for key in (key for key in reader.entries if key.startswith(begin)):
@@ -327,7 +327,7 @@ def _dcp_items(contents: Contents) -> Iterator[tuple[tuple[str, ...], Any]]:
 
 
 class _WhenItIsItsTurn(DefaultSavePlanner):
-    """Reads a tensor when it is written; until then there is one on the meta device."""
+    """Reads a tensor only when it is written; until then, a tensor on the meta device stands for it."""
 
     def __init__(self, lazy: Mapping[str, Lazy]) -> None:
         super().__init__()
@@ -357,7 +357,7 @@ def _write_dcp(folder: Path, contents: Contents) -> None:
 
 
 def _number(value: Any) -> torch.Tensor:
-    """As torch.optim keeps it, with all of its bits."""
+    """The number as torch.optim keeps it, with all of its bits."""
     single = torch.tensor(float(value))
     return single if single.item() == value else torch.tensor(float(value), dtype=torch.float64)
 
@@ -372,7 +372,7 @@ def _write_hf(folder: Path, contents: Contents) -> None:
 
 
 def _write_file(path: Path, layout: Layout, tensors: Mapping[str, Lazy]) -> DataFile:
-    """Writes one file, a tensor at a time; what the manifest says of it."""
+    """Writes one file, one tensor at a time; returns what the manifest says of it."""
     some = sorted((offset, key) for key, offset in layout.offsets.items() if 0 not in tensors[key].shape)
     parts = (memory_of(tensors[key].read().contiguous()) for _, key in some)
     return DataFile(path.name, layout.size, data_file.write(path, itertools.chain([memoryview(layout.header)], parts)))

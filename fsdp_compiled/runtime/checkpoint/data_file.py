@@ -3,8 +3,8 @@
     length of the header, 8 bytes | header, JSON | tensor | tensor | ...
     |---------- block 0 ----------|---------- block 1 ----------|- block 2 -|      a checksum each, in the manifest
 
-Checksums go over the bytes of the file, header included, so no bit of it can change unseen. They are XXH3 of 64 bits,
-which has several GB/s: less time than the disk takes, where zlib's crc32 takes more.
+Checksums cover all bytes of the file, header included, so no bit of it can change unseen. They are XXH3 of 64 bits,
+which runs at several GB/s: it takes less time than the disk, while zlib's crc32 takes more.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class Layout:
 
 
 def packed(items: Iterable[T], nbytes: Callable[[T], int], largest: int) -> list[list[T]]:
-    """Items by file, in their order: as many as ``largest`` bytes hold, and one where it alone is larger."""
+    """Items by file, in order. A file holds at most ``largest`` bytes, or one item that alone is larger."""
     rows: list[list[T]] = [[]]
     total = 0
     for item in items:
@@ -85,7 +85,7 @@ def packed(items: Iterable[T], nbytes: Callable[[T], int], largest: int) -> list
 
 
 def stored(dtype: torch.dtype, shape: tuple[int, ...]) -> tuple[str, tuple[int, ...]]:
-    """As the file has it: a complex number of two float64 as two of them, which the manifest says."""
+    """Dtype and shape in the file: a complex of two float64 becomes two float64, and the manifest says so."""
     return ("F64", (*shape, 2)) if dtype == torch.complex128 else (DTYPES[dtype], shape)
 
 
@@ -99,7 +99,7 @@ def check_dtype(key: str, dtype: torch.dtype) -> None:
 
 
 def refuse_pairs(key: str, dtype: torch.dtype) -> None:
-    """Raises ``ValueError`` for what other readers of a file would take for twice as many numbers."""
+    """Raises ``ValueError`` for a tensor that other readers of a file would take for twice as many numbers."""
     if dtype == torch.complex128:
         raise ValueError(
             f"{key} is {dtype}, which safetensors files have no word for, so another reader would not know it. Keep it "
@@ -108,7 +108,7 @@ def refuse_pairs(key: str, dtype: torch.dtype) -> None:
 
 
 def lay_out(items: Iterable[Item], metadata: Mapping[str, str] | None = None) -> Layout:
-    """Tensors that end where a cache line ends first, and then the widest elements, so that each tensor is aligned.
+    """First come tensors that end where a cache line ends, then the widest elements, so that each is aligned.
 
     A copy to where lines begin takes two thirds of the time. Raises ``ValueError`` for what safetensors cannot hold.
     """
@@ -132,7 +132,7 @@ def lay_out(items: Iterable[Item], metadata: Mapping[str, str] | None = None) ->
 
 
 def write(path: Path, parts: Iterable[memoryview], progress: Callable[[], None] = lambda: None) -> list[str]:
-    """Writes a new file of these bytes, end to end, and syncs it; returns the checksums of its blocks.
+    """Writes these bytes, end to end, to a new file and syncs it; returns the checksums of its blocks.
 
     Nothing is copied, and no more than one part is held. ``progress`` is called after each block.
     """
@@ -160,7 +160,7 @@ def write(path: Path, parts: Iterable[memoryview], progress: Callable[[], None] 
 
 
 def header_of(path: Path) -> tuple[dict[str, Any], int]:
-    """What a safetensors file says of its tensors, by key, and at which byte they begin. Raises `Corrupt`."""
+    """The tensors in a safetensors file's header, by key, and the byte at which their data begins. Raises `Corrupt`."""
     try:
         with path.open("rb") as file:
             size, length = os.fstat(file.fileno()).st_size, int.from_bytes(file.read(8), "little")
@@ -176,7 +176,7 @@ def header_of(path: Path) -> tuple[dict[str, Any], int]:
 
 
 class Request(NamedTuple):
-    """Bytes ``[start, stop)`` of the file are wanted, end to end in ``into``."""
+    """A request for bytes ``[start, stop)`` of the file, to be put end to end into ``into``."""
 
     start: int
     stop: int
@@ -184,15 +184,15 @@ class Request(NamedTuple):
 
 
 class Reader:
-    """A file whose size and checksums are known; what is read of it is verified, block by block."""
+    """Reads a file whose size and checksums are known, and verifies what it reads, block by block."""
 
     def __init__(self, path: Path, size: int, checksums: Sequence[str], holds: Callable[[int, int], str]) -> None:
-        """``holds``: what stands between two offsets, for messages."""
+        """``holds``: says what is between two offsets, for messages."""
         self._path, self._size, self._checksums, self._holds = path, size, checksums, holds
         self.verified: set[int] = set()
 
     def read(self, requests: Iterable[Request], blocks: Sequence[int] = ()) -> None:
-        """Fills the requests, and verifies these blocks as well. Raises `Corrupt`, with the file and its tensors."""
+        """Fills the requests, and also verifies these blocks. Raises `Corrupt`, with the file and its tensors."""
         some = sorted((one for one in requests if one.start < one.stop), key=lambda one: one.start)
         if not some and not blocks:
             return
@@ -220,7 +220,7 @@ class Reader:
                 self._verified(file, block, memory)
 
     def _verified(self, file: object, block: int, memory: memoryview) -> memoryview:
-        """The block, in this memory."""
+        """Reads the block into this memory and verifies it."""
         start = block * BLOCK
         held = memory[: min(BLOCK, self._size - start)]
         self._fill(file, start, held)

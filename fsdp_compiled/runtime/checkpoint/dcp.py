@@ -1,21 +1,22 @@
-"""For `torch.distributed.checkpoint`: the state as it wants it, each rank's chunks of whole tensors.
+"""The state in the form that `torch.distributed.checkpoint` wants: each rank's chunks of whole tensors.
 
     dcp.save({"app": sharded}, checkpoint_id=folder)        any planner and storage of DCP's
     dcp.load({"app": sharded}, checkpoint_id=folder)        on any number of ranks
 
     {"model": {name: tensor}, "optim": {"state": {parameter: {name: tensor}}, "param_groups": [...]}, "updates": ...}
 
-What a rank holds a part of is a DTensor over a `LocalShardsWrapper`, whose rectangles are views of the shards: DCP
-copies out of them and into them, and `async_save` out of a deep copy that its stager makes. Relies, in torch 2.11 to
-2.14, on ``torch.distributed.tensor._shards_wrapper`` and ``_dtensor_spec``, as torchrec does.
+A tensor of which a rank holds a part is a DTensor over a `LocalShardsWrapper`, whose rectangles are views of the
+shards. DCP copies out of them and into them; `async_save` copies out of a deep copy that its stager makes. In torch
+2.11 to 2.14 this relies on ``torch.distributed.tensor._shards_wrapper`` and ``_dtensor_spec``, as torchrec does.
 
-What owners of whole parameters keep is whole tensors, each on its owner alone:
+Owners of whole parameters keep whole tensors, each on its owner alone:
 
     {"optim": {"state": {"layers.0.up.weight": {"momentum_buffer": tensor}}, ...}, "optim_stepped": 1}
 
-DCP reads into what it is given, and before a first step nothing is kept: then there are zeros of the form that a step
-would make, and ``optim_stepped`` is 0, which says, saved too, that they are none. Only an optimizer whose state is
-tensors of the parameter's shape has a form that is known beforehand (Muon); others are refused.
+DCP reads into the tensors that it is given, but before a first step an owner has none. Then there are zeros of the form
+that a step would make, and ``optim_stepped`` is 0. It is saved too, and says that the zeros are no state. Only an
+optimizer whose state is tensors of the parameter's shape (Muon) has a form that is known beforehand; others are
+refused.
 """
 
 from __future__ import annotations
@@ -83,12 +84,12 @@ def _staged(value: Any, memo: dict[int, Any]) -> Any:
 
 
 def device_mesh(mesh: Mesh) -> DeviceMesh | None:
-    """All ranks in a row. Collective."""
+    """All ranks on one axis. Collective."""
     return init_device_mesh(mesh.device.type, (mesh.world,)) if mesh.world > 1 else None
 
 
 def state_dict(trained: Trained, mesh: Mesh, ranks: DeviceMesh | None) -> StateDict:
-    """What this rank holds, as views, and small things that are the same on all ranks, as copies."""
+    """This rank's chunks, as views, and small values that are the same on all ranks, as copies."""
     plan, state, rules = trained.plan, trained.state, trained.rules
     chunks = held_by_name(trained, rules, mesh)
     model: dict[str, Any] = {}
@@ -122,7 +123,7 @@ def state_dict(trained: Trained, mesh: Mesh, ranks: DeviceMesh | None) -> StateD
 
 
 def held_by_name(trained: Trained, rules: Sequence[Rule], mesh: Mesh) -> dict[str, list[Chunk]]:
-    """What this rank holds of each tensor."""
+    """The chunks that this rank holds, by tensor."""
     found: dict[str, list[Chunk]] = {}
     for one in held(trained.plan, rules, place_of(mesh), trained.state.parameters, trained.state.optimizer):
         found.setdefault(one.name, []).append(one)
@@ -142,7 +143,7 @@ def _tensor(entry: Entry, chunks: list[Chunk] | None, cut: bool, ranks: DeviceMe
 
 
 def load_state_dict(given: Mapping[str, Any], trained: Trained, mesh: Mesh) -> Work[Callable[[], None]]:
-    """A function that writes what is given into the state; what DCP has already written there stays. For `lockstep`.
+    """Returns a function that writes what is given into the state; what DCP has written there stays. For `lockstep`.
 
     Raises ``ValueError`` for what does not fit.
     """
@@ -169,10 +170,10 @@ def load_state_dict(given: Mapping[str, Any], trained: Trained, mesh: Mesh) -> W
 def _described(
     given: Mapping[str, Any], trained: Trained, mesh: Mesh, wrong: list[str]
 ) -> tuple[Manifest, dict[str, torch.Tensor]]:
-    """What is given as a checkpoint has it, for `match`, and its tensors by name."""
+    """What is given, in the form of a checkpoint, for `match`; and its tensors by name."""
     plan, state, rules = trained.plan, trained.state, trained.rules
     tensors = {f"model.{name}": one for name, one in given.get("model", {}).items() if isinstance(one, torch.Tensor)}
-    entries = every_tensor(plan, rules, state.optimizer)  # as it is here where this rank has nothing of it
+    entries = every_tensor(plan, rules, state.optimizer)  # used for a tensor that this rank has nothing of
     values: dict[str, Any] = {"updates": {"same": int(given.get("updates", state.step))}}
     if scale := given.get("loss_scale"):
         values["scale"] = {"same": encode({name: float(number) for name, number in scale.items()}, "", {})}
@@ -200,8 +201,8 @@ def _described(
 def optimizer_values(
     states: Mapping[str, Mapping[str, Any]], groups: Sequence[Mapping[str, Any]], trained: Trained, wrong: list[str]
 ) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
-    """An optimizer's state by parameter, and groups with names of parameters, as values of a checkpoint, and the
-    tensors of it by name."""
+    """An optimizer's state by parameter, and groups with parameters' names, as values of a checkpoint; and the state's
+    tensors by name."""
     records: list[dict[str, Any]] = []
     found: dict[str, torch.Tensor] = {}
     told = [{name: encode(plain(value), name, {}) for name, value in group.items()} for group in groups]
@@ -224,13 +225,13 @@ def optimizer_values(
 
 def _entry(value: torch.Tensor) -> Entry:
     local = value.to_local() if isinstance(value, DTensor) else value
-    if isinstance(local, LocalShardsWrapper):  # whose own dtype says nothing
+    if isinstance(local, LocalShardsWrapper):  # its own dtype says nothing
         local = local.local_shards()[0]
     return Entry(tuple(value.shape), local.dtype)
 
 
 def _source(one: Chunk, given: Any, wrong: list[str]) -> torch.Tensor:
-    """Its values, of what is given."""
+    """The chunk's values, taken from what is given."""
     if not isinstance(given, DTensor):
         return one.of(given.detach())
     local = given.to_local()
@@ -242,13 +243,13 @@ def _source(one: Chunk, given: Any, wrong: list[str]) -> torch.Tensor:
     return one.values
 
 
-States = dict[str, dict[str, torch.Tensor]]  # by parameter's name, and by the name of what is kept
+States = dict[str, dict[str, torch.Tensor]]  # by the parameter's name, then by the state's
 STEPPED = "optim_stepped"
 CURE = "Call save and load."
 
 
 def of_owners(trained: Trained) -> Work[dict[str, Any]]:
-    """What goes into the dictionary: of this rank's parameters what is kept, the tensors themselves; ``STEPPED``."""
+    """Owners' part of the dictionary: the state of this rank's parameters, the tensors themselves; ``STEPPED``."""
     found: States = {}
     fresh: States = {}
     for update in trained.updates:
@@ -275,14 +276,14 @@ def of_owners(trained: Trained) -> Work[dict[str, Any]]:
 
 
 def _is_filled(its: Mapping[str, Any]) -> bool:
-    """Whether something was read into these zeros: FSDP2 saves state alone, which does not say that it is some."""
+    """Whether something was read into these zeros. FSDP2 saves the state alone, without a mark that it is real."""
     return any(
         not isinstance(value, torch.Tensor) or isinstance(value, DTensor) or value.any() for value in its.values()
     )
 
 
 def _forms(update: WholeUpdate) -> dict[str, dict[str, torch.dtype]]:
-    """Of each parameter, what is kept after a step. Raises ``ValueError`` where that is not known beforehand."""
+    """What is kept for each parameter after a step. Raises ``ValueError`` where that is not known beforehand."""
     update.of_all_ranks()  # raises for state that belongs to no parameter
     found = {}
     for name, kept in kept_by(update).items():

@@ -1,4 +1,4 @@
-"""The folder of a run's checkpoints: ``step-N`` is complete or absent, whatever is killed when.
+"""The folder of a run's checkpoints: ``step-N`` is complete or absent, no matter what is killed and when.
 
 .step-N.<random>     written aside    ->  files on the disk  ->  renamed to step-N, the parent on the disk
                                       ->  only then older ones are removed
@@ -26,20 +26,20 @@ ASIDE = re.compile(r"\.step-\d+\.[0-9a-f]{8}")
 LOCK = ".lock"
 TAKEN = (errno.EACCES, errno.EAGAIN)
 UNSYNCABLE = (errno.EINVAL, errno.ENOTSUP, errno.ENOSYS)  # file systems that cannot sync a folder say one of these
-REPLACED = re.compile(r"\.(step-\d+)\.replaced")  # for the moment in which another takes its name
+REPLACED = re.compile(r"\.(step-\d+)\.replaced")  # the old checkpoint, while another takes its name
 OTHERS = {  # files of other layouts, which `convert` reads
     ".metadata": "what torch.distributed.checkpoint wrote",
     "model.safetensors": "weights as Hugging Face has them",
     "model.safetensors.index.json": "weights as Hugging Face has them",
 }
 _locks: dict[str, tuple[int, int]] = {}  # by folder: which process has it, and its open file as long as that lives
-_writing: dict[str, tuple[str, int]] = {}  # what this process writes, by the folder aside: in which folder, which step
-_fresh: dict[Path, list[Path]] = {}  # by folder: where it and its parents were made, and that is not synced yet
+_writing: dict[str, tuple[str, int]] = {}  # by the folder aside that this process writes: its parent, its step
+_fresh: dict[Path, list[Path]] = {}  # by folder: the folders in which it and its parents were made, not synced yet
 _looking = threading.Lock()
 
 
 class Committed(Exception):
-    """The checkpoint is there under its name; what had to follow could not be done."""
+    """The checkpoint is complete under its name, but what had to follow could not be done."""
 
 
 def path_of(folder: Path, step: int) -> Path:
@@ -55,7 +55,7 @@ def steps(folder: Path) -> list[int]:
 
 
 def check(folder: Path) -> None:
-    """Raises ``ValueError`` for what is no folder, and would else be taken for one without checkpoints."""
+    """Raises ``ValueError`` for a path that is no folder; it would otherwise pass for a folder without checkpoints."""
     try:
         found = folder.stat()
     except FileNotFoundError:
@@ -75,7 +75,7 @@ def check(folder: Path) -> None:
 
 
 def refuse_other(folder: Path) -> None:
-    """Raises ``ValueError`` for a folder without checkpoints that somebody took for one with some."""
+    """Raises ``ValueError`` for a folder without checkpoints in which somebody expected some."""
     if (folder / NAME).is_file():
         step = f", step={folder.name.removeprefix('step-')}" if COMPLETE.fullmatch(folder.name) else ""
         raise ValueError(
@@ -92,8 +92,8 @@ def refuse_other(folder: Path) -> None:
 def lock(folder: Path) -> None:
     """Keeps this folder for the checkpoints of this process until it ends.
 
-    Raises ``ValueError`` where another process has it. The lock is the operating system's, on a file (``lockf``, which
-    works over NFS): it goes with the process, however that ends, and no child inherits it.
+    Raises ``ValueError`` if another process has it. The lock is the operating system's, on a file (``lockf``, which
+    works over NFS). It ends with the process, however that ends, and no child inherits it.
     """
     key = str(folder.resolve())
     if _holds(key, folder / LOCK):
@@ -116,7 +116,7 @@ def lock(folder: Path) -> None:
 
 
 def _holds(key: str, path: Path) -> bool:
-    """Whether this process has the lock: not the one that it was forked from, nor one of a folder that is gone."""
+    """Whether this process has the lock itself, not the process that it was forked from, and the folder is not gone."""
     process, descriptor = _locks.get(key, (None, -1))
     if process != os.getpid():
         return False
@@ -129,7 +129,7 @@ def _holds(key: str, path: Path) -> bool:
 
 
 def _lock(descriptor: int) -> None:
-    """With some patience: the process that was killed a moment ago may still be ending."""
+    """Tries for a while: the process that was killed a moment ago may still be ending."""
     for attempt in range(20):
         try:
             return fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -140,10 +140,10 @@ def _lock(descriptor: int) -> None:
 
 
 def begin(folder: Path, step: int, replace: bool) -> Path:
-    """A new folder to write this step's checkpoint in, aside. By one rank.
+    """Makes a new folder aside, to write this step's checkpoint in. Called by one rank.
 
-    Raises ``ValueError`` where the step is there already, a newer one is, another `Sharded` of this process is at one
-    of them, or the folder cannot be written. Call `end` when it is no longer written.
+    Raises ``ValueError`` if the step or a newer one is there already, if another `Sharded` of this process is writing
+    one of them, or if the folder cannot be written. Call `end` when it is no longer written.
     """
     try:
         new = [one for one in (folder, *folder.parents) if not one.exists()]
@@ -177,7 +177,7 @@ def begin(folder: Path, step: int, replace: bool) -> Path:
 
 
 def _claim(aside: Path, step: int) -> None:
-    """Notes that this process writes it. Raises ``ValueError`` where it writes that step or a later one already."""
+    """Notes that this process writes this step. Raises ``ValueError`` if it writes that step or a later one already."""
     key = str(aside.parent.resolve())
     with _looking:
         if at := [number for place, number in _writing.values() if place == key and number >= step]:
@@ -190,39 +190,39 @@ def _claim(aside: Path, step: int) -> None:
 
 
 def end(aside: Path) -> None:
-    """It is no longer being written."""
+    """Notes that the folder is no longer being written."""
     _writing.pop(aside.name, None)
 
 
 def abandon(aside: Path) -> None:
-    """Removes what will not be written."""
+    """Removes a folder that will not be completed."""
     shutil.rmtree(aside, ignore_errors=True)
     end(aside)
 
 
 def clear(folder: Path) -> None:
-    """Removes what saves that did not end have left. The lock says that no other process is still at one."""
+    """Removes what unfinished saves have left. The lock ensures that no other process is still writing one."""
     for name in os.listdir(folder):
         if ASIDE.fullmatch(name) and name not in _writing:
             shutil.rmtree(folder / name, ignore_errors=True)
 
 
 def restore(folder: Path) -> None:
-    """Gives those their names back whose replacement was killed in the moment between."""
+    """Gives checkpoints their names back whose replacement was killed between two renames."""
     for name in os.listdir(folder) if folder.is_dir() else ():
         if (match := REPLACED.fullmatch(name)) is None:
             continue
         if (folder / match[1]).exists():
             shutil.rmtree(folder / name, ignore_errors=True)
             continue
-        with contextlib.suppress(OSError):  # the folder may only be read
+        with contextlib.suppress(OSError):  # the folder may be read-only
             os.rename(folder / name, folder / match[1])
 
 
 def commit(aside: Path, step: int, keep: int | None, replace: bool) -> None:
-    """Makes it the checkpoint of its step, at once and whole; then removes all but the ``keep`` newest.
+    """Makes the folder the checkpoint of its step, at once and whole; then removes all but the ``keep`` newest.
 
-    Raises ``OSError`` where it is not there, and `Committed` where it is, but not surely on the disk.
+    Raises ``OSError`` if the checkpoint is not there, and `Committed` if it is there, but not surely on the disk.
     """
     folder = aside.parent
     sync(aside)
@@ -231,7 +231,7 @@ def commit(aside: Path, step: int, keep: int | None, replace: bool) -> None:
         fresh.pop()
     place = path_of(folder, step)
     if not place.exists():
-        os.rename(aside, place)  # which fails where another's has come there meanwhile
+        os.rename(aside, place)  # fails if another process's checkpoint has come there meanwhile
     elif replace:
         _exchange(aside, place)
     else:
@@ -242,7 +242,7 @@ def commit(aside: Path, step: int, keep: int | None, replace: bool) -> None:
         raise Committed(
             f"its folder cannot be put on the disk ({error.strerror or error}), and it may be lost if the machine fails"
         ) from error
-    shutil.rmtree(aside, ignore_errors=True)  # what was replaced
+    shutil.rmtree(aside, ignore_errors=True)  # the checkpoint that was replaced
     try:
         for number in steps(folder)[:-keep] if keep is not None else ():
             remove(path_of(folder, number))
@@ -251,7 +251,7 @@ def commit(aside: Path, step: int, keep: int | None, replace: bool) -> None:
 
 
 def remove(path: Path) -> None:
-    """Removes a complete checkpoint; at no time is there half of it under its name."""
+    """Removes a complete checkpoint; its name never stands for half of one."""
     aside = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}")
     with contextlib.suppress(OSError):
         os.rename(path, aside)
@@ -260,7 +260,7 @@ def remove(path: Path) -> None:
 
 
 def _exchange(aside: Path, place: Path) -> None:
-    """Both names at once where the system can; else the old one goes aside between two renames, for `restore`."""
+    """Swaps both names at once if the system can; else the old one goes aside between two renames, for `restore`."""
     import ctypes
 
     try:
@@ -280,7 +280,7 @@ def _exchange(aside: Path, place: Path) -> None:
 
 
 def sync(folder: Path) -> None:
-    """Has the folder's own entries on the disk, where its file system can tell."""
+    """Syncs the folder's own entries to the disk, if its file system can."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
     try:
         os.fsync(descriptor)

@@ -5,8 +5,8 @@
            model-00001-of-00002.safetensors  ...   with
            model.safetensors.index.json            which tensor is in which
 
-`export` writes such a folder and `tensors_of` reads it. No rank ever holds more than its own: to export, rank 0 makes
-the files, with room for everything, and each rank writes its own elements where they belong.
+`export` writes such a folder and `tensors_of` reads it. No rank ever holds more than its own elements: rank 0 makes the
+files at their full size, and each rank writes its own elements where they belong.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ TORCH = {text: dtype for dtype, text in DTYPES.items()}
 
 
 def tensors_of(folder: Path) -> dict[str, Lazy]:
-    """What is in the folder's safetensors files, by key. Raises ``ValueError`` where there are none, or bad ones."""
+    """The tensors in the folder's safetensors files, by key. Raises ``ValueError`` if there are none, or bad ones."""
     found: dict[str, Lazy] = {}
     try:
         if (folder / INDEX).is_file():
@@ -85,7 +85,7 @@ def files_of(items: Iterable[Item]) -> dict[str, Layout]:
 
 
 def write_index(folder: Path, layouts: Mapping[str, Layout]) -> None:
-    """Where there are several files."""
+    """Writes the index, if there are several files."""
     if len(layouts) > 1:
         weight_map = {key: name for name, layout in layouts.items() for key in layout.offsets}
         total = sum(layout.size - len(layout.header) for layout in layouts.values())
@@ -151,7 +151,7 @@ def export(folder: Path, model: nn.Module, trained: Trained, mesh: Mesh) -> Work
     except OSError as error:
         raise ValueError(f"The weights cannot be written to {folder}: {error.strerror or error}.") from error
     finally:
-        if aside is not None:  # which is gone once it has its name
+        if aside is not None:  # it is gone once it has been renamed
             shutil.rmtree(aside, ignore_errors=True)
 
 
@@ -167,9 +167,9 @@ def _begin(folder: Path, aside: Path, files: Mapping[str, Layout]) -> None:
 
 
 def _write(descriptor: int, offset: int, one: Chunk) -> None:
-    """Puts a chunk of a tensor where it belongs in a file, in as few runs as its rows allow."""
+    """Writes a chunk of a tensor to its place in a file, in as few runs as its rows allow."""
     view, shape, dims = one.values.detach().cpu(), one.shape, len(one.shape)
-    run = dims  # dims from here on are whole, so that they and the one before lie end to end
+    run = dims  # dims from here on are whole, so they and the one before are contiguous
     while run > 0 and view.shape[run - 1] == shape[run - 1]:
         run -= 1
     strides = contiguous_stride(shape)
@@ -187,7 +187,7 @@ def _write_all(descriptor: int, data: memoryview, offset: int) -> None:
 
 
 def _write_descriptions(aside: Path, model: Any, files: Mapping[str, Layout]) -> None:
-    """The index, and what the model says of itself."""
+    """Writes the index, and the model's own description."""
     write_index(aside, files)
     for name in ("config", "generation_config"):
         described: Any = getattr(model, name, None)
@@ -201,7 +201,7 @@ def _write_descriptions(aside: Path, model: Any, files: Mapping[str, Layout]) ->
 def read_weights(
     folder: Path, strict: bool, model: nn.Module, trained: Trained, mesh: Mesh
 ) -> Work[Callable[[], None]]:
-    """As `load_weights`, of the folder's files."""
+    """Like `load_weights`, for the folder's files."""
     there = tensors_of(folder)
     yield "which files"
     return (yield from load_weights(there, f"The weights in {folder}", strict, model, trained, mesh))

@@ -3,7 +3,7 @@
 newest or named step -> manifest -> compare with this Sharded -> read into staging, verified -> all have read all
                                                                                     -> extras -> the state, in place
 
-What a checkpoint has beside shards comes after: which of it a rank takes, and who gets it.
+The values beside the shards come after that: which of them a rank takes, and who gets them.
 """
 
 from __future__ import annotations
@@ -62,8 +62,8 @@ def choose(folder: Path, step: int | None) -> Path | None:
 def read(
     path: Path, manifest: Manifest, mesh: Mesh, wanted: Sequence[Chunk], trees: Iterable[Any], rest: bool = True
 ) -> Work[tuple[Pairs, Tensors]]:
-    """Each rank reads what it wants, all together (``rest``) every byte of every file: what is wanted, and tensors of
-    values by name, verified, and not yet anybody's. In stages, for `lockstep`."""
+    """Each rank reads what it wants; with ``rest``, all together read every byte of every file. Returns what is wanted,
+    and the values' tensors by name, verified and not yet in use. In stages, for `lockstep`."""
     tensors = manifest.tensors
     staged = [replace(one, values=torch.empty(one.values.shape, dtype=tensors[one.name].dtype)) for one in wanted]
     values = {name: None for tree in trees for name in tensor_names(tree)}
@@ -90,7 +90,7 @@ def read(
 
 
 class Copy(NamedTuple):
-    """What is wanted of a piece: where to, and between which offsets of the tensor."""
+    """The part of a piece that is wanted: its target, and the offsets of the tensor between which it lies."""
 
     to: torch.Tensor
     piece: Piece
@@ -99,9 +99,9 @@ class Copy(NamedTuple):
 
 def _read_file(reader: Reader, copies: Sequence[Copy]) -> None:
     requests: list[Request] = []
-    turned: Pairs = []  # what does not lie in the file as it does here
+    turned: Pairs = []  # parts whose order in the file is not that of here
     for to, piece, common in copies:
-        held = torch.empty(piece.numel, dtype=to.dtype)  # of which only what is read takes memory
+        held = torch.empty(piece.numel, dtype=to.dtype)  # only what is read takes memory of it
         source = _between(piece.shaped(held), piece.offsets, *common)
         begin = source.storage_offset()
         end = begin + 1 + sum((size - 1) * stride for size, stride in zip(source.shape, source.stride(), strict=True))
@@ -114,12 +114,12 @@ def _read_file(reader: Reader, copies: Sequence[Copy]) -> None:
 
 
 def _between(values: torch.Tensor, offsets: Shape, begin: Shape, end: Shape) -> torch.Tensor:
-    """What a chunk at these offsets has between others."""
+    """The part of a chunk at these offsets that lies between ``begin`` and ``end``."""
     return values[tuple(slice(b - o, e - o) for b, e, o in zip(begin, end, offsets, strict=True))]
 
 
 def write(pairs: Pairs) -> None:
-    """Puts values in their places; the tensors stay where they are."""
+    """Copies values into their tensors, which stay where they are."""
     with torch.no_grad():
         for to, values in pairs:
             to.copy_(values)
@@ -128,9 +128,9 @@ def write(pairs: Pairs) -> None:
 def values_for(manifest: Manifest, name: str, rank: int, rows: Sequence[int]) -> tuple[Any, bool] | None:
     """The JSON of a value for this rank, and whether it is this rank's own or the same for all; None if none is saved.
 
-    ``rows``: of all ranks, whose batches they have. Where as many ranks had batches of their own, a rank's own value is
-    that of the first with the same; of one that ranks along tp had apart, as on the same mesh. Else, where ranks had
-    different ones, it is rank 0's, and not its own.
+    ``rows``: for each rank, whose batches it has. If as many ranks had batches of their own, a rank's own value is that
+    of the first with the same batches; if ranks along tp had different values, only on the same mesh. Otherwise, where
+    ranks had different values, it is rank 0's, and not this rank's own.
     """
     found: Mapping[str, Any] | None = manifest.values.get(name)
     if found is None:
@@ -141,19 +141,19 @@ def values_for(manifest: Manifest, name: str, rank: int, rows: Sequence[int]) ->
     if saved == list(rows):
         return found["by_rank"][rank], True
     of_row = [[tree for tree, row in zip(found["by_rank"], saved, strict=True) if row == one] for one in set(saved)]
-    alike = all(tree == trees[0] for trees in of_row for tree in trees)  # which were then written once
+    alike = all(tree == trees[0] for trees in of_row for tree in trees)  # such values were written once
     if set(saved) == set(rows) and alike:
         return found["by_rank"][saved.index(rows[rank])], True
     return found["by_rank"][0], False
 
 
 def check_headers(folder: Path, manifest: Manifest, names: Iterable[str]) -> None:
-    """Raises `Corrupt`, with the file and the tensor, where one of these files says something else."""
+    """Raises `Corrupt`, with the file and the tensor, if the header of one of these files says something else."""
     said: dict[str, dict[str, Any]] = {name: {} for name in names}
     for name, entry in manifest.tensors.items():
         for piece in entry.pieces:
             if piece.order is not None:
-                return  # an older version, whose headers say it otherwise
+                return  # an older version, whose headers have another form
             if piece.file in said and piece.numel:
                 dtype, sizes = stored(entry.dtype, piece.sizes)
                 end = piece.start + piece.numel * entry.dtype.itemsize
@@ -199,7 +199,7 @@ def check_saved_extra(
 
 
 def load_extra(values: Mapping[str, Any], extra: Mapping[str, Any]) -> Any:
-    """Gives the user's objects their states; the function that is returned gives them those that they had."""
+    """Loads the user's objects from their states; returns a function that restores the states that they had."""
     before: list[tuple[Any, Any]] = []
 
     def undo() -> None:
@@ -224,7 +224,7 @@ def load_extra(values: Mapping[str, Any], extra: Mapping[str, Any]) -> Any:
 def chosen_values(
     manifest: Manifest, found: Match, extra: Mapping[str, Any], rank: int, rows: Sequence[int]
 ) -> dict[str, tuple[Any, bool]]:
-    """The values that this rank takes, as JSON, each with whether it is its own."""
+    """The values that this rank takes, as JSON, each with whether it is this rank's own."""
     fixed = ["updates", "scale", "random", *["local"] * found.local]
     constants = [f"constant {name}" for name in found.constants]
     for name in found.buffers:
@@ -238,7 +238,7 @@ def chosen_values(
 
 
 def match_local(manifest: Manifest, trained: Trained, found: Match, rank: int, rows: Sequence[int]) -> None:
-    """Whether this rank goes on from what was saved of local steps, and if there is some and it does not, why."""
+    """Notes whether this rank goes on from saved local steps; if there are some and it does not, notes why."""
     pair = values_for(manifest, "local", rank, rows)
     if pair is None:
         return
@@ -261,10 +261,10 @@ def prepare_values(
     trained: Trained,
     row: str,
 ) -> Callable[[], None]:
-    """A function that writes them. ``row``: whose batches this rank has, of how many."""
+    """Returns a function that writes the values. ``row``: whose batches this rank has, of how many."""
     state = trained.state
     written: Pairs = []
-    fresh: dict[str, torch.Tensor] = {}  # what the loss updates, and no program reads yet
+    fresh: dict[str, torch.Tensor] = {}  # tensors that the loss updates, and no program reads yet
     for name, (tree, _) in values.items():
         kind, _, rest = name.partition(" ")
         if kind == "updates":
@@ -279,7 +279,7 @@ def prepare_values(
             else:
                 fresh[rest] = value
     write_optimizer = prepare_optimizer(values, tensors, found, trained)
-    random, own = values.get("random", (None, False))  # none in what was converted from another format
+    random, own = values.get("random", (None, False))  # a checkpoint that was converted from another format has none
     drawn = decode(random, tensors) if own else {}
     if own:
         check_generators(drawn, trained.plan.device)
@@ -301,7 +301,7 @@ def prepare_values(
 def prepare_optimizer(
     values: Mapping[str, tuple[Any, bool]], tensors: Mapping[str, torch.Tensor], found: Match, trained: Trained
 ) -> Callable[[], None]:
-    """A function that writes what its groups have once, what owners keep, and rates."""
+    """Returns a function that writes what groups keep once, what owners keep, and rates."""
     state = trained.state
     written = [
         _filled(state.optimizer[f"{key}.{name}"], number)

@@ -2,9 +2,9 @@
 
     {"format": "fsdp_compiled checkpoint", "version": 3, "sha256": "9f86...", "content": {...}}
 
-Every byte of it counts: what stands before the content is compared as text, and the content by its checksum. Who edits
-a manifest can make its checksum good too. So `wrong_in` looks whether files are in the folder and every element is in
-one of them, a load compares it with the headers of files, and makes all that it writes before it writes anything.
+Every byte of it counts: the part before the content is compared as text, and the content by its checksum. Whoever edits
+a manifest can correct its checksum too. So `wrong_in` checks that files are in the folder and that each element is in
+one of them. A load compares the manifest with the files' headers, and makes all that it writes before it writes.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from fsdp_compiled.runtime.checkpoint.values import tensor_names
 
 
 def wrong_in(manifest: Manifest) -> Iterator[str]:
-    """What is not as this package writes it, in words, of that which headers of files do not say as well."""
+    """What in it is not as this package writes it, in words, as far as the files' headers do not say it as well."""
     if len(manifest.rows) != manifest.world:
         yield f"its ranks are {manifest.world!r}, with batches {list(manifest.rows)!r}"
     for file in manifest.files.values():
@@ -56,7 +56,7 @@ def wrong_in(manifest: Manifest) -> Iterator[str]:
 
 
 NAME = "manifest.json"
-VERSION = 3  # `of_version_2` reads those before
+VERSION = 3  # `of_version_2` reads older ones
 HEAD = re.compile(rb'\{"format": "fsdp_compiled checkpoint", "version": (\d+), "sha256": "([0-9a-f]{64})", "content": ')
 TAIL = b"}\n"
 
@@ -71,8 +71,8 @@ class DataFile:
 @dataclass
 class Manifest:
     """``values``: by name, ``{"same": tree}`` or ``{"by_rank": [tree, ...]}``. ``aliases``: other names of tied
-    parameters, each with the first. ``rows``: whose batches each rank had, its place among those with batches of their
-    own; ranks along tp have one in common."""
+    parameters, each with the first. ``rows``: for each rank, whose batches it had, as a place among the ranks with
+    batches of their own; ranks along tp share one."""
 
     step: int
     world: int
@@ -84,7 +84,7 @@ class Manifest:
     rows: Sequence[int] = (0,)
 
     def holds(self, file: str, start: int, stop: int) -> str:
-        """What stands between two offsets of a file, in words."""
+        """What is between two offsets of a file, in words."""
         found = []
         for name, entry in self.tensors.items():
             for piece in entry.pieces:
@@ -98,10 +98,10 @@ class Manifest:
         return ", ".join(found[:3]) + more
 
     def incomplete(self) -> str | None:
-        """Which tensor has elements that are missing or written twice, in words."""
+        """The tensor of which elements are missing or written twice, in words."""
         for name, entry in self.tensors.items():
             written = 0
-            meeting: list[Piece] = []  # those before that may reach as far along the first dim
+            meeting: list[Piece] = []  # earlier pieces that may reach as far along the first dim
             for piece in sorted(entry.pieces, key=lambda piece: piece.offsets):
                 at, sizes = piece.offsets, piece.sizes
                 written += math.prod(map(min, sizes, [whole - o for whole, o in zip(entry.shape, at, strict=True)]))
@@ -115,9 +115,9 @@ class Manifest:
 
 
 def merged(parts: Sequence[Manifest], writers: Mapping[str, Sequence[int]]) -> Manifest:
-    """What ranks have written each, as one; ``writers``: who has each value. The first part has all tensors.
+    """Merges what each rank has written; ``writers``: the ranks that have each value. The first part has all tensors.
 
-    Raises ``ValueError`` if an element is missing, a fault of this package.
+    Raises ``ValueError`` if an element is missing, which is a fault of this package.
     """
     made = replace(parts[0], tensors={}, values={}, files={})
     for part in parts:
@@ -133,7 +133,7 @@ def merged(parts: Sequence[Manifest], writers: Mapping[str, Sequence[int]]) -> M
 
 
 def content_of(manifest: Manifest) -> dict[str, Any]:
-    """As JSON, which `parse` reads."""
+    """The manifest as JSON, which `parse` reads."""
     places = {file: place for place, file in enumerate(manifest.files)}
     return {
         "step": manifest.step,
@@ -199,7 +199,7 @@ def edited(path: Path, what: str) -> Corrupt:
 
 @contextmanager
 def refusing_edited(path: Path, *more: type[Exception]) -> Iterator[None]:
-    """Raises `Corrupt` where what is read is of another form than any that is written."""
+    """Raises `Corrupt` if what is read has a form that this package never writes."""
     caught: tuple[type[Exception], ...] = (TypeError, LookupError, AttributeError, OverflowError, *more)
     try:
         yield
@@ -227,8 +227,8 @@ def parse(content: dict[str, Any]) -> Manifest:
 
 
 def of_version_2(content: dict[str, Any]) -> dict[str, Any]:
-    """What versions 1 and 2 say, as this one does. They had elements ``[start, stop)`` of a tensor in memory order, or
-    of one of equal parts along a dim, of which zeros may end the last."""
+    """Content of versions 1 and 2, in this version's form. They had elements ``[start, stop)`` of a tensor in memory
+    order, or of one of equal parts along a dim, where zeros may end the last part."""
     content.setdefault("rows", list(range(content["world"])))
     for one in content["tensors"].values():
         shape, size = one["shape"], getattr(torch, one["dtype"]).itemsize

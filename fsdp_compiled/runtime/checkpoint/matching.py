@@ -1,7 +1,7 @@
 """Matches a checkpoint with the `Sharded` that loads it, and says what does not fit.
 
-Parameters, buffers and the optimizer's state are compared by name, shape and dtype, and groups by their options. Of an
-optimizer's rule all of the state fits or nothing.
+Parameters, buffers and the optimizer's state are compared by name, shape and dtype, and groups by their options. The
+state of an optimizer's rule fits as a whole or not at all.
 """
 
 from __future__ import annotations
@@ -43,18 +43,18 @@ class Match:
 
     wanted: list[Chunk] = field(default_factory=list)
     scalars: dict[str, dict[str, Any]] = field(default_factory=dict)
-    owned: dict[str, str] = field(default_factory=dict)  # by parameter, the value that is its optimizer's state
+    owned: dict[str, str] = field(default_factory=dict)  # by parameter: the value that holds its optimizer's state
     buffers: list[str] = field(default_factory=list)
     constants: list[str] = field(default_factory=list)
     options: list[dict[str, Any]] | None = None  # of each group, as JSON, where rates are taken over
-    updated: dict[str, Names] = field(default_factory=dict)  # by rules' keys, who has made their steps
+    updated: dict[str, Names] = field(default_factory=dict)  # by rule's key: the parameters that have made steps
     written: Sequence[str] = ()  # options that the optimizer's own code writes, which are taken over too
-    local: bool = False  # whether a rank goes on from what it had of local steps
+    local: bool = False  # whether the rank goes on from its saved local steps
     differences: list[str] = field(default_factory=list)
 
 
 def saved_names(manifest: Manifest, names: Sequence[str]) -> set[str]:
-    """Under which first names these names of one parameter were saved."""
+    """The first names under which these names of one parameter were saved."""
     firsts = {manifest.aliases.get(name, name) for name in names}
     return {name for name in firsts if f"model.{name}" in manifest.tensors}
 
@@ -79,7 +79,7 @@ def refusal(what: str, differences: Sequence[str], cure: str = FITS) -> str:
 
 
 def match_options(manifest: Manifest, trained: Trained, optimizer: Optimizer, found: Match) -> None:
-    """What the checkpoint has of each group's options: those of its parameters, in whichever groups they were."""
+    """Matches each group's options with those saved for its parameters, whichever groups these were in."""
     saved = manifest.values["optimizer"]["same"]
     counted = {(rule.group, entry.name) for rule in trained.rules for entry in rule.state if entry.place == "group"}
     names = {slot.name: slot.leaf.names for buffer in trained.plan.buffers for slot in buffer.slots}
@@ -124,7 +124,7 @@ def taken_over(group: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def write_groups(optimizer: Optimizer, saved: Sequence[Mapping[str, Any]], written: Sequence[str] = ()) -> None:
-    """Takes the rates over, what schedulers note beside them, and options that the optimizer's code writes."""
+    """Takes over the rates, what schedulers note beside them, and options that the optimizer's code writes."""
     for group, before in zip(optimizer.param_groups, saved, strict=True):
         for name in (*taken_over(group), *written):
             if name in before and isinstance(group.get(name), torch.Tensor):
@@ -136,8 +136,9 @@ def write_groups(optimizer: Optimizer, saved: Sequence[Mapping[str, Any]], writt
 
 
 def match_optimizer(manifest: Manifest, trained: Trained, places: dict[str, str], found: Match) -> None:
-    """What fits of it, into ``found``; ``places``: by our name of a tensor, the saved one, to which those of a traced
-    update's state are added. A rule's state is loaded whole or not at all: half of it would be another optimizer's."""
+    """Adds what fits of the optimizer to ``found``. ``places``: by our name of a tensor, the saved name; a traced
+    update's state is added to it. A rule's state is loaded whole or not at all: half of it would be another
+    optimizer's."""
     optimizer, updates = trained.optimizer, trained.updates
     if optimizer is None:
         return
@@ -151,7 +152,7 @@ def match_optimizer(manifest: Manifest, trained: Trained, places: dict[str, str]
     owners = manifest.values.get("owners")
     found.written = [name for one in (owners or {}).get("same", ()) for name in one["written"]]
     match_options(manifest, trained, optimizer, found)
-    if owners is None and updates:  # of another format, or it had no whole parameters
+    if owners is None and updates:  # the checkpoint is of another format, or had no whole parameters
         manifest.values["owners"] = {"same": [{"written": [], "attributes": {}} for _ in updates]}
     records = {name: one["scalars"] for one in manifest.values["scalars"]["same"] for name in one["parameters"]}
     states: dict[str, set[str]] = {}
@@ -177,8 +178,8 @@ def _match_rule(
     states: Mapping[str, set[str]],
     foreign: bool,
 ) -> None:
-    """``records``, ``states``: what was saved of each parameter once, and an element each; ``foreign``: whether what
-    owners keep was saved as tensors."""
+    """``records``: state that was saved once for each parameter; ``states``: names of state that was saved for each
+    element; ``foreign``: whether the owners' state was saved as tensors."""
     problems: list[str] = []
     fits: dict[str, str] = {}
     firsts: dict[str, str] = {}  # by parameter, its name in the checkpoint
@@ -259,7 +260,7 @@ def match(manifest: Manifest, trained: Trained, place: Place) -> Match:
 
 
 def _parameters(manifest: Manifest, plan: Plan, buffers: Iterable[str], found: Match) -> dict[str, str]:
-    """By our name of a tensor, the saved one that fits it, for parameters."""
+    """For parameters: by our name of a tensor, the saved name that fits it."""
     places: dict[str, str] = {}
     used: set[str] = set()
     for slot in (slot for buffer in plan.buffers for slot in buffer.slots):
@@ -274,14 +275,14 @@ def _parameters(manifest: Manifest, plan: Plan, buffers: Iterable[str], found: M
         else:
             places[parameter_name(slot)] = f"model.{min(saved)}"
     saved_parameters = {name.removeprefix("model.") for name in manifest.tensors if name.startswith("model.")}
-    # Other formats do not tell parameters and buffers apart, and have a tied one under each of its names.
+    # Other formats do not tell parameters from buffers, and have a tied parameter under each of its names.
     saved_parameters -= used | set(buffers) | {name for name, first in manifest.aliases.items() if first in used}
     found.differences += [f"{name} is not in the model" for name in sorted(saved_parameters)]
     return places
 
 
 def _beside(manifest: Manifest, state: State, found: Match) -> None:
-    """Buffers, and tensors that the loss updates; of these, those that no program reads yet are compared when one
+    """Matches buffers, and tensors that the loss updates. A tensor that no program reads yet is compared once a program
     does."""
     saved = [key.partition(" ")[::2] for key in manifest.values]
     found.constants += [name for kind, name in saved if kind == "constant" and name not in state.constants]
@@ -308,7 +309,7 @@ def _compare(
 
 
 def buffer_value(manifest: Manifest, name: str) -> dict[str, Any] | None:
-    """What is saved of a buffer; in what was converted it may stand among the parameters."""
+    """The saved value of a buffer; a converted checkpoint may have it among the parameters."""
     if f"buffer {name}" not in manifest.values and f"model.{name}" in manifest.tensors:
         return {"same": {"$tensor": f"model.{name}"}}
     return manifest.values.get(f"buffer {name}")

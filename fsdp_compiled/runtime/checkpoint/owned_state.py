@@ -1,9 +1,9 @@
-"""What optimizers of whole parameters keep on owners, to rank 0 and back, as ``optimizer.state_dict()`` holds it.
+"""Moves the state that optimizers of whole parameters keep on owners to rank 0 and back, for ``state_dict()``.
 
-An owner keeps the state of a parameter whole, in the form of the optimizer's own code: what goes into the dictionary is
-that itself. Forms are sent as JSON, and tensors one at a time. What is loaded is compared with what the class keeps
-after one step on a small parameter, since another optimizer's state would be taken for none. What the code counts in
-groups is loaded with them; what it counts in attributes is in no ``state_dict``, and refused.
+An owner keeps a parameter's state whole, in the form of the optimizer's own code, and the dictionary holds just that.
+Forms are sent as JSON, and tensors one at a time. Loaded state is compared with what the class keeps after one step on
+a small parameter, since another optimizer's state would be taken for none. Counters that the code keeps in groups are
+loaded too; counters in attributes are in no ``state_dict``, and are refused.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ from fsdp_compiled.runtime.checkpoint.manifest import Manifest
 from fsdp_compiled.runtime.checkpoint.values import decode, encode
 from fsdp_compiled.runtime.whole_update import WholeUpdate
 
-States = dict[str, Any]  # by parameter's name
+States = dict[str, Any]  # by the parameter's name
 SIZES = (2, 3, 4, 5, 6, 7)  # of the small parameter
 
 
 @dataclass(frozen=True)
 class _Kept:
-    """After one step of the class: what it keeps, of which some are tensors of the parameter's shape, with their
-    dtypes; and what it writes in its group."""
+    """What the class keeps after one step; which of it are tensors of the parameter's shape, with their dtypes; and
+    what the class writes in its group."""
 
     names: frozenset[str]
     shaped: Mapping[str, torch.dtype]
@@ -46,7 +46,7 @@ class _Kept:
 
 
 def from_owners(trained: Trained, mesh: Mesh) -> Work[States]:
-    """On the CPU of rank 0; nothing on the other ranks."""
+    """The owners' states, on the CPU of rank 0; nothing on the other ranks."""
     if not trained.updates:
         return {}
     own: dict[str, tuple[Any, dict[str, torch.Tensor]]] = {}
@@ -95,7 +95,7 @@ def _empty(kinds: Mapping[str, tuple[tuple[int, ...], torch.dtype]]) -> dict[str
 
 
 def _broadcast(tensors: Mapping[str, torch.Tensor], mesh: Mesh, group: str | None, source: int) -> None:
-    """In place, of tensors on the host, whatever their dtypes."""
+    """Broadcasts tensors on the host, in place, whatever their dtypes."""
     among = dist.distributed_c10d._resolve_process_group(group) if group is not None else None
     for tensor in tensors.values():
         if tensor.numel():
@@ -105,7 +105,7 @@ def _broadcast(tensors: Mapping[str, torch.Tensor], mesh: Mesh, group: str | Non
 
 
 def kept_by(update: WholeUpdate) -> dict[str, _Kept]:
-    """What its class keeps of each parameter. Raises ``ValueError`` where no ``state_dict`` holds all of it."""
+    """What the update's class keeps for each parameter. Raises ``ValueError`` if no ``state_dict`` holds all of it."""
     kind = type(update.optimizer)
     if (kind.state_dict, kind.load_state_dict) != (Optimizer.state_dict, Optimizer.load_state_dict):
         raise ValueError(f"{kind.__name__} has a state_dict of its own: call save and load.")
@@ -124,16 +124,16 @@ def kept_by(update: WholeUpdate) -> dict[str, _Kept]:
 def from_tensors(
     manifest: Manifest, firsts: Mapping[str, str], there: Mapping[str, Collection[str]], updates: Sequence[WholeUpdate]
 ) -> list[str]:
-    """Of a checkpoint of another format, which has state as tensors of the parameter's shape: makes values of them, as
-    owners save them. What does not fit, in words, of each class once.
+    """For a checkpoint of another format, whose state is tensors of the parameter's shape: turns these into values, as
+    owners save them. Returns what does not fit, in words, once for each class.
 
-    ``firsts``: by parameter, its name there; ``there``: by such a name, what is kept for it.
+    ``firsts``: by parameter, its name in the checkpoint; ``there``: by such a name, the state that is kept for it.
     """
     wrong: list[str] = []
     for update in updates:
         problems: list[str] = []
         for name, kept in kept_by(update).items():
-            if (first := firsts.get(name)) is None or not there.get(first):  # it has made no step
+            if (first := firsts.get(name)) is None or not there.get(first):  # the parameter has made no step
                 continue
             found = {label: f"optimizer.state.{first}.{label}" for label in kept.names}
             shape = update.leaves[name].shape

@@ -3,14 +3,14 @@
 every rank   values and their digests -+- exchange ->  who writes which value  ->  copy into the image  ->  thread
 rank 0       the folder aside         -+
 
-They meet once. What each does after that follows from what all have said, so that it is refused on all ranks or on
-none; where a rank cannot copy all the same, it says so where it would say what it has written.
+Ranks meet once. What each does after that follows from what all have said, so that it is refused on all ranks or on
+none. A rank that cannot copy all the same says so in place of what it has written.
 
     chunks and values  ->  names and offsets in files (`Plans`)  ->  one copy into the image (`fill`)  ->  files
 
-The image is kept for the next checkpoint: fresh memory costs as much as the copy. What this rank writes of the flat
-shards is found at the first save, and again only when what it depends on is another: the plan, the optimizer's rules,
-who else holds the same elements, and where in memory the shards are.
+The image is kept for the next checkpoint, since fresh memory costs as much as the copy. A rank finds out what it writes
+of the flat shards at the first save. It does so again only if something changes that this depends on: the plan, the
+optimizer's rules, the other ranks that hold the same elements, and the shards' addresses in memory.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ from fsdp_compiled.runtime.checkpoint.data_file import (
 from fsdp_compiled.runtime.checkpoint.manifest import Manifest
 from fsdp_compiled.runtime.checkpoint.values import Tensors, digest, renamed, tensor_names
 
-ALIKE = ("updates", "scale", "optimizer", "scalars", "owners")  # values that ranks cannot differ in
+ALIKE = ("updates", "scale", "optimizer", "scalars", "owners")  # values that must be the same on all ranks
 FILE = 4 << 30  # bytes: a file is closed when it has as many
 
 
@@ -66,14 +66,14 @@ class Wish:
 
 @dataclass(frozen=True)
 class Save:
-    """What all ranks know of one checkpoint that is being written. ``head``: its manifest without pieces and values."""
+    """What all ranks know of a checkpoint that is being written. ``head``: its manifest without pieces and values."""
 
-    number: int  # of this `Sharded`'s saves
+    number: int  # counts this `Sharded`'s saves
     aside: Path
     keep: int | None
     replace: bool
     head: Manifest
-    writers: Mapping[str, list[int]]  # of each value: one rank for all, or for each rank, which
+    writers: Mapping[str, list[int]]  # for each value: one rank for all, or for each rank the one that writes its value
 
     @property
     def what(self) -> str:
@@ -82,20 +82,20 @@ class Save:
 
 @dataclass(frozen=True)
 class Arranged:
-    """One file of this rank's. ``shards``: what of the flat shards is in it."""
+    """One of this rank's files. ``shards``: the chunks of flat shards in it."""
 
     name: str
     layout: Layout
     shards: Sequence[Chunk]
 
     def places(self, chunks: Sequence[Chunk]) -> list[tuple[int, Chunk]]:
-        """Those of them that are in it, each with its first byte."""
+        """Those of the chunks that are in this file, each with its first byte."""
         return [(self.layout.offsets[one.key], one) for one in chunks if one.key in self.layout.offsets]
 
 
 @dataclass(frozen=True)
 class Written:
-    """What this rank writes of it: ``values`` as JSON, whose tensors are ``beside`` the shards, with what they are."""
+    """What this rank writes. ``values``: JSON; ``beside``: its tensors, beside shards; ``entries``: what these are."""
 
     files: Sequence[Arranged]
     values: Mapping[str, Any]
@@ -109,9 +109,9 @@ Divide = Callable[[list[Any]], tuple[Save, Written]]
 def prepare(
     wish: Wish, number: int, mesh: Mesh, trained: Trained, extra: Mapping[str, Any], plans: Plans, begun: list[Path]
 ) -> Work[Last]:
-    """What this rank says last, whose answers the function that goes with it divides the work by.
+    """Returns this rank's last message, and a function that divides the work by all ranks' messages.
 
-    ``begun``: gets the folder that rank 0 made, which has to go if a rank fails.
+    ``begun``: receives the folder that rank 0 made, which has to go if a rank fails.
     """
     values, found = values_of(trained, extra)
     aside: Path | None = None
@@ -120,14 +120,14 @@ def prepare(
         begun.append(aside)
     for name, tensor in found.items():
         check_dtype(name, tensor.dtype)
-    # What is dealt out to ranks is each rank's own, also where it is equal.
+    # The state of a loader that deals examples out is each rank's own, even if it is equal.
     dealt = [f"extra {name}" for name, holder in extra.items() if dealt_out(holder)]
     digests = {
         name: f"{digest(tree, found)}{f' of {row_of(mesh)}' if name in dealt else ''}" for name, tree in values.items()
     }
 
     def divide(said: list[Any]) -> tuple[Save, Written]:
-        """As all ranks do; which parts of which files this one writes."""
+        """Divides the work as all ranks do; returns which parts of which files this rank writes."""
         aside = said[0][0]
         rows = [row for _, _, row, _ in said]
         writers = _writers([digests for *_, digests in said], rows)
@@ -149,9 +149,10 @@ def row_of(mesh: Mesh) -> int:
 
 
 def _writers(digests: list[dict[str, str]], rows: Sequence[int]) -> dict[str, list[int]]:
-    """Who writes each value: one rank, in turn, where all have the same; else for each rank, which one.
+    """Who writes each value: one rank, in turn, if all have the same; otherwise, for each rank, the writer of its
+    value.
 
-    That is the first with the same batches (``rows``), where those have the same, or each itself.
+    That is the first rank with the same batches (``rows``) if such ranks have the same value, or else itself.
     """
     names = list(dict.fromkeys(name for one in digests for name in one))
     found = {}
@@ -196,7 +197,7 @@ def _own_values(
 
 
 def arrange(shards: Sequence[Chunk], beside: Sequence[Chunk], rank: int, world: int) -> list[Arranged]:
-    """The files, with everything's place in them."""
+    """This rank's files, with the place of everything in them."""
     found = []
     others = {one.key for one in beside}
     for index, row in enumerate(packed([*shards, *beside], lambda one: one.values.nbytes, FILE)):
@@ -207,17 +208,17 @@ def arrange(shards: Sequence[Chunk], beside: Sequence[Chunk], rank: int, world: 
 
 
 class Plans:
-    """What is the same at each save as long as what is saved is: which elements, and where in which file.
+    """What is the same at each save, as long as what is saved stays the same: which elements, and where in which file.
 
     ``entries``: of all ranks together, without pieces.
     """
 
     def __init__(self) -> None:
         self.entries: dict[str, Entry] = {}
-        self._shards: Sequence[Chunk] = ()  # what this rank writes of them
-        self._of: object = None  # what they depend on
-        self._by: tuple[object, ...] = ()  # what is compared by identity, kept so that it stays one
-        self._alike: object = None  # what the files hold beside them
+        self._shards: Sequence[Chunk] = ()  # the chunks of flat shards that this rank writes
+        self._of: object = None  # what these chunks depend on
+        self._by: tuple[object, ...] = ()  # what is compared by identity; held so that it keeps its identity
+        self._alike: object = None  # what the files hold beside the chunks
         self._files: Sequence[Arranged] = ()
 
     def find(self, trained: Trained, holders: Holders) -> None:
@@ -231,7 +232,8 @@ class Plans:
             self._by, self._of, self._alike = by, of, None
 
     def arrange(self, beside: Sequence[Chunk], rank: int, world: int) -> Sequence[Arranged]:
-        """This rank's files, of what `find` found last and what is ``beside``, whose values lie elsewhere each time."""
+        """This rank's files: chunks that `find` found last, and those ``beside``, whose values lie elsewhere each
+        time."""
         alike = [(one.key, one.values.dtype, one.values.shape) for one in beside], FILE
         if alike != self._alike:
             self._alike, self._files = alike, arrange(self._shards, beside, rank, world)
@@ -239,7 +241,7 @@ class Plans:
 
 
 def _memory(shards: Mapping[str, torch.Tensor]) -> list[tuple[object, ...]]:
-    """Where each lies. What was found holds views of them, so no other comes to the same place."""
+    """Each shard's address in memory. Found chunks hold views of the shards, so no other tensor gets the address."""
     return [(name, one.data_ptr(), one.dtype, one.shape, one.stride()) for name, one in shards.items()]
 
 
@@ -250,10 +252,10 @@ class Image:
         self._device = device
         self._memory: list[torch.Tensor] = []
         self._files: Sequence[Arranged] = ()
-        self._shards: list[tuple[torch.Tensor, torch.Tensor]] = []  # of these files: where to, and the values
+        self._shards: list[tuple[torch.Tensor, torch.Tensor]] = []  # for these files: target and values
 
     def fill(self, files: Sequence[Arranged], beside: Sequence[Chunk]) -> list[memoryview]:
-        """Copies everything; returns, by file, its bytes. They are the image's until the next call."""
+        """Copies everything; returns the bytes of each file. They belong to the image until the next call."""
         cuda = self._device.type == "cuda"
         if files is not self._files:
             self._files, shards = (), []
@@ -261,7 +263,7 @@ class Image:
                 if index == len(self._memory):
                     self._memory.append(torch.empty(0, dtype=torch.uint8))
                 if self._memory[index].numel() < file.layout.size:
-                    self._memory[index] = torch.empty(0, dtype=torch.uint8)  # the old goes before the new comes
+                    self._memory[index] = torch.empty(0, dtype=torch.uint8)  # frees the old memory before the new comes
                     self._memory[index] = torch.empty(file.layout.size, dtype=torch.uint8, pin_memory=cuda)
                 shards += _copies(self._memory[index], file, file.shards)
             self._files, self._shards = files, shards
@@ -277,7 +279,7 @@ class Image:
 
 
 def _copies(memory: torch.Tensor, file: Arranged, chunks: Sequence[Chunk]) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Where in a file's memory what goes."""
+    """The copies into a file's memory: target and values."""
     return [
         (memory[start : start + one.values.nbytes].view(one.values.dtype).view(one.values.shape), one.values)
         for start, one in file.places(chunks)

@@ -1,4 +1,4 @@
-"""Plain values to JSON and back, with their tensors beside: what a `state_dict` holds, and nothing is ever unpickled.
+"""Plain values, as in a `state_dict`, to JSON and back, with their tensors beside. Nothing is ever unpickled.
 
 {"lr": 0.1, "seen": {3}, "best": tensor}  ->  {"lr": 0.1, "seen": {"$set": [3]}, "best": {"$tensor": "x:best"}}
                                               and {"x:best": tensor}
@@ -22,7 +22,7 @@ Tensors = dict[str, torch.Tensor]
 SEQUENCES: dict[str, Callable[[list[Any]], Any]] = {
     "$tuple": tuple, "$set": set, "$frozenset": frozenset, "$deque": deque, "$size": torch.Size,
 }  # fmt: skip
-# A defaultdict comes back as an ordinary one: what makes its defaults is code.
+# A defaultdict comes back as an ordinary dictionary, since what makes its defaults is code.
 MAPPINGS: dict[str, Callable[[list[Any]], Any]] = {
     "$dict": dict,
     "$ordered": OrderedDict,
@@ -35,7 +35,7 @@ MAPS: dict[Any, str] = {dict: "$dict", OrderedDict: "$ordered", Counter: "$count
 def encode(value: Any, name: str, tensors: Tensors, where: str = "") -> Any:
     """The value as JSON; its tensors are copied to the host into ``tensors``, by ``"<name>:<where>"``.
 
-    Raises ``ValueError``, by the place in the value, for what is neither a tensor nor plain data.
+    Raises ``ValueError``, with the place in the value, for what is neither a tensor nor plain data.
     """
     kind = type(value)
     if value is None or kind in (bool, int, str):
@@ -87,7 +87,7 @@ def _stored(value: torch.Tensor, name: str, where: str, tensors: Tensors) -> str
 
 
 def renamed(tree: Any, rename: Callable[[str], str]) -> Any:
-    """The JSON with other names for its tensors."""
+    """The JSON with its tensors renamed."""
     if isinstance(tree, dict):
         if len(tree) == 1 and next(iter(tree)) in ("$tensor", "$numpy", "$numpy_scalar"):
             return {key: rename(name) for key, name in tree.items()}
@@ -103,7 +103,7 @@ def tensor_names(tree: Any) -> list[str]:
 
 
 def decode(tree: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
-    """The value that the JSON and these tensors stand for."""
+    """The value that the JSON and these tensors represent."""
     if isinstance(tree, list):
         return [decode(one, tensors) for one in tree]
     if not isinstance(tree, dict):

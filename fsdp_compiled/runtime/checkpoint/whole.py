@@ -33,7 +33,7 @@ log = logging.getLogger("fsdp_compiled")
 
 
 class Lazy(NamedTuple):
-    """A whole tensor that is read when it is its turn: ``read()`` is it, or a work that returns it."""
+    """A whole tensor that is read only when it is needed. ``read()`` is the tensor, or a work that returns it."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -41,7 +41,7 @@ class Lazy(NamedTuple):
 
 
 class Keys(NamedTuple):
-    """By key of ``model.state_dict()``, which parameter it is, by first name, or which buffer."""
+    """For each key of ``model.state_dict()``: the first name of its parameter, or the name of its buffer."""
 
     parameters: dict[str, str]
     buffers: dict[str, str]
@@ -66,14 +66,14 @@ def keys_of(model: nn.Module, trained: Trained) -> Keys:
                 )
             is_parameter, name = named[id(value)]
             (found.parameters if is_parameter else found.buffers)[key] = name
-    if hasattr(model, "config"):  # whose library writes tied weights once, and ties them when it loads
+    if hasattr(model, "config"):  # its library writes tied weights once, and ties them when it loads
         first = {name: key for key, name in reversed(found.parameters.items())}
         found = Keys({key: name for name, key in reversed(first.items())}, found.buffers)
     return found
 
 
 def renamed(model: Any, there: Collection[str], keys: Keys) -> Callable[[str], str]:
-    """How a key of the model is called there: a head's file loads into its bare model, and the other way round."""
+    """Gives a key of the model its name there: a head's file loads into its bare model, and the other way round."""
     base = getattr(model, "base_model_prefix", "")
     if not base or any(key in there for key in keys.parameters):
         return lambda key: key
@@ -83,7 +83,7 @@ def renamed(model: Any, there: Collection[str], keys: Keys) -> Callable[[str], s
 
 
 def of_rank_0(given: Any, mesh: Mesh) -> Work[dict[str, Lazy]]:
-    """Rank 0's tensors, by key; to read one is a work of all ranks, which broadcasts it."""
+    """Rank 0's tensors, by key. Reading one is a work of all ranks, in which rank 0 broadcasts it."""
     kinds: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
     if mesh.rank == 0:
         if not isinstance(given, Mapping):
@@ -115,14 +115,14 @@ def load_weights(
     mesh: Mesh,
     together: bool = False,
 ) -> Work[Callable[[], None]]:
-    """Reads weights for this rank's shards and buffers aside; a function that writes them. In stages, for `lockstep`.
+    """Reads weights for this rank's shards and buffers aside; returns a function that writes them. For `lockstep`.
 
-    ``together``: to read one is a work of all ranks.
+    ``together``: reading a tensor is a work of all ranks.
     """
     keys = keys_of(model, trained)
     prefix = renamed(model, there, keys)
     own = held_by_name(trained, (), mesh)
-    targets = {  # by name: the keys that it may have there, of a tied parameter several, and where it goes
+    targets = {  # by name: the keys it may have there (several for a tied parameter), and its target
         slot.name: ({*slot.leaf.names}, slot.leaf.whole_shape, slot.leaf.dtype, own.get(f"model.{slot.name}", []))
         for buffer in trained.plan.buffers
         for slot in buffer.slots
@@ -174,7 +174,7 @@ def load_weights(
 
 
 def load_given(given: Mapping[str, Any], model: nn.Module, trained: Trained, mesh: Mesh) -> Work[Callable[[], None]]:
-    """As `load_weights`, of rank 0's ``model.state_dict()``."""
+    """Like `load_weights`, for rank 0's ``model.state_dict()``."""
     there = yield from of_rank_0(given, mesh)
     return (yield from load_weights(there, "The weights given", True, model, trained, mesh, together=True))
 
@@ -210,7 +210,7 @@ def optimizer_state_dict(trained: Trained, mesh: Mesh) -> Work[dict[str, Any]]:
                 if entry.place in ("group", "state"):
                     holder = groups[rule.group] if entry.place == "group" else state
                     holder[entry.name] = _scalar(numbers[entry.name], entry)
-                for name in names if entry.place == "parameter" else ():  # to each a tensor of its own
+                for name in names if entry.place == "parameter" else ():  # each name gets a tensor of its own
                     state.setdefault(indices[name], {})[entry.name] = _scalar(numbers[entry.name], entry)
         for name in names_of(trained.plan, rule) if any(entry.place == "ours" for entry in scalars) else ():
             # Its code begins where there is no state.
@@ -223,14 +223,14 @@ def optimizer_state_dict(trained: Trained, mesh: Mesh) -> Work[dict[str, Any]]:
 
 
 def _scalar(number: Any, entry: StateTensor) -> Any:
-    """What the optimizer's code keeps: a Python number, or a tensor of one."""
+    """The number in the form of the optimizer's code: a Python number, or a tensor of one number."""
     if not entry.number:
         return torch.tensor(number, dtype=entry.dtype)
     return int(number) if float(number).is_integer() else number
 
 
 def _indices(optimizer: Optimizer) -> dict[str, int]:
-    """By a parameter's name, its number in torch's state dictionary: counted through the groups."""
+    """By parameter's name, its number in torch's state dictionary, counted through the groups."""
     names = [parameter._sharded_name for group in optimizer.param_groups for parameter in group["params"]]
     return {name: index for index, name in enumerate(names)}
 
@@ -255,8 +255,8 @@ def _per_element(trained: Trained) -> Iterator[tuple[Buffer, StateTensor]]:
 
 
 def load_optimizer(given: Mapping[str, Any], trained: Trained, mesh: Mesh) -> Work[Callable[[], None]]:
-    """Reads the shards of rank 0's ``optimizer.state_dict()`` aside; a function that writes all of it. In stages, for
-    `lockstep`."""
+    """Reads the shards of rank 0's ``optimizer.state_dict()`` aside; returns a function that writes all of it. In
+    stages, for `lockstep`."""
     made: Manifest | None = None
     tensors: dict[str, torch.Tensor] = {}
     if mesh.rank == 0:
@@ -288,7 +288,7 @@ def load_optimizer(given: Mapping[str, Any], trained: Trained, mesh: Mesh) -> Wo
 
 
 def _described(given: Any, trained: Trained, tensors: dict[str, torch.Tensor]) -> Manifest:
-    """``optimizer.state_dict()`` as a checkpoint has it; its tensors, by name, into ``tensors``."""
+    """``optimizer.state_dict()`` in the form of a checkpoint; adds its tensors, by name, to ``tensors``."""
     optimizer = trained.optimizer
     assert optimizer is not None
     _refuse_containers(trained.rules)
@@ -323,7 +323,7 @@ def _described(given: Any, trained: Trained, tensors: dict[str, torch.Tensor]) -
 
 
 def _completed(kept: Mapping[str, Any], given: Any, rule: Rule, leaf: Leaf, trained: Trained) -> dict[str, Any]:
-    """A parameter's state, as at the start where none is given, with what the code counts in other places."""
+    """A parameter's state, as at the start if none is given; with what the code counts in other places."""
     own = {name: value for name, value in kept.items() if value is not None}
     counted = [entry for entry in rule.numbers if entry.place == "parameter"]
     # State alone may be what the constructor made.

@@ -3,8 +3,8 @@
     each rank     writes its files, posts what is in them (or why it could not)  ...........  hears how it ended
     rank 0                            hears all, writes the manifest, renames, removes old ones, posts the end
 
-Ranks post on the store, where calls are posted too. So one outcome holds on every rank: the folder of the checkpoint,
-or the same error, with the aside folder removed and earlier checkpoints as they were.
+Ranks post on the store, where calls are posted too. So every rank has the same outcome: the checkpoint's folder, or the
+same error. After an error the aside folder is removed, and earlier checkpoints are as they were.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from fsdp_compiled.runtime.checkpoint.manifest import DataFile, Manifest
 from fsdp_compiled.runtime.checkpoint.saving import Save, Written
 
 SILENCE = 600.0  # seconds after which a rank that writes and says nothing is given up
-POLL = 0.01  # seconds between two questions to the store, at first; then a tenth of the time that one has waited
+POLL = 0.01  # seconds between two reads of the store, at first; then a tenth of the time waited so far
 LOOK = 0.5  # seconds between two looks at whether another rank's process lives
-FAILED = 10.0  # seconds of its silence that are enough where ranks have failed
+FAILED = 10.0  # seconds of its silence that are enough once ranks have failed
 
 
 class SaveError(RuntimeError):
-    """A checkpoint could not be written, or not be made sure of; raised on every rank. Earlier ones are there."""
+    """A checkpoint was not written, or not surely; raised on every rank. Earlier checkpoints are there."""
 
 
 class Saving(Future[Path]):
@@ -42,7 +42,7 @@ class Saving(Future[Path]):
 
     def __init__(self, save: Save | None = None) -> None:
         super().__init__()
-        self.set_running_or_notify_cancel()  # or it could be cancelled, and its memory used again while it is written
+        self.set_running_or_notify_cancel()  # or it could be cancelled, and its memory reused while it is written
         self.save = save
         self.told = False  # whether somebody was given its error
 
@@ -55,11 +55,11 @@ class Saving(Future[Path]):
             raise
 
     def ended(self, seconds: float) -> bool:
-        """Whether it has, in this time at most; nobody is told how."""
+        """Whether it ends within this time. Nobody is told how it ended."""
         return bool(wait([self], seconds).done)
 
     def failed(self) -> SaveError | None:
-        """Its error, if it has ended with one that nobody was told."""
+        """Its error, if it ended with one and nobody was told."""
         if self.told or not self.done():
             return None
         error = super().exception()
@@ -88,11 +88,11 @@ class Posts:
             self.board.forget(f"save/{self.number}/{key}")
 
 
-Copied = Sequence[memoryview] | Exception  # by file, what is in it; or why there is none
+Copied = Sequence[memoryview] | Exception  # by file, its bytes; or why there are none
 
 
 def start(save: Save, own: Written, copied: Copied, rank: int, board: Board | None, after: Saving | None) -> Saving:
-    """Writes in a thread that Python waits for at its end; ``after`` has ended, where one is given."""
+    """Writes in a thread that Python waits for at its end. The thread first waits for ``after``, if one is given."""
     future = Saving(save)
     posts = Posts(board, save.number)
     threading.Thread(
@@ -109,7 +109,7 @@ def _run(
         beat = Heartbeat(posts, rank)
         while after is not None and not after.ended(LOOK):
             beat()
-        after = None  # or each would hold the one before
+        after = None  # otherwise each would hold the one before
         said = _write(save, own, copied, rank, beat)
         posts.set(f"part {rank}", said)
         end = _finish(save, posts) if rank == 0 else _hear(save, posts, rank)
@@ -127,7 +127,7 @@ def _run(
 
 
 def _write(save: Save, own: Written, copied: Copied, rank: int, beat: Heartbeat) -> str:
-    """What this rank has to say: its part of the manifest, or why there is none."""
+    """This rank's message: its part of the manifest, or why there is none."""
     try:
         if isinstance(copied, Exception):
             raise copied
@@ -143,7 +143,7 @@ def _write(save: Save, own: Written, copied: Copied, rank: int, beat: Heartbeat)
 
 
 def part_of(save: Save, own: Written, rank: int, checksums: Sequence[Sequence[str]]) -> Manifest:
-    """What this rank has written; rank 0's part says which tensors there have to be."""
+    """What this rank has written; rank 0's part lists the tensors that there have to be."""
     part = replace(save.head, tensors={**save.head.tensors} if rank == 0 else {}, values=dict(own.values), files={})
     for file, found in zip(own.files, checksums, strict=True):
         part.files[file.name] = DataFile(file.name, file.layout.size, found)
@@ -168,7 +168,7 @@ class Heartbeat:
 
 
 def _finish(save: Save, posts: Posts) -> str:
-    """By rank 0: the end of it, in words; nothing where it is complete."""
+    """Rank 0 ends the save; returns how it failed, in words, or an empty text if it is complete."""
     ranks = range(save.head.world)
     parts = [_wait(partial(posts.get, f"part {rank}"), posts, rank) for rank in ranks]
     found = [json.loads(part) if part is not None else None for part in parts]
@@ -199,7 +199,7 @@ def _finish(save: Save, posts: Posts) -> str:
 
 
 def _check_files(aside: Path, made: Manifest) -> None:
-    """Raises ``ValueError`` where rank 0 does not see what ranks say that they have written."""
+    """Raises ``ValueError`` if rank 0 does not see what ranks say that they have written."""
     for file in made.files.values():
         path = aside / file.name
         found = path.stat().st_size if path.is_file() else None
@@ -216,7 +216,7 @@ def _hear(save: Save, posts: Posts, rank: int) -> str:
 
 
 def _linger(save: Save, posts: Posts) -> None:
-    """Rank 0 holds the store: it stays until the others have read the end. What they have said of it goes then."""
+    """Rank 0 holds the store, so it stays until the others have read the end. Then it removes what they said of it."""
     until = time.monotonic() + 30
     for rank in range(save.head.world):
         life = Life(posts.board, rank)
@@ -227,7 +227,7 @@ def _linger(save: Save, posts: Posts) -> None:
 
 
 def _read_end(save: Save, reason: str) -> str:
-    """How it ended as the folder tells, where ranks no longer can."""
+    """How the save ended, read from the folder, where ranks can no longer say it."""
     place = folder.path_of(save.aside.parent, save.head.step)
     with suppress(ValueError):
         if manifest.read(place).written_by.get("id") == save.aside.name:
@@ -244,7 +244,7 @@ class Life:
         self._since = self._looked = time.monotonic()
 
     def lost(self) -> bool:
-        """Looks once in `LOOK` seconds. Where ranks have failed already, less silence is enough."""
+        """Looks once in `LOOK` seconds. Once ranks have failed, less silence is enough."""
         now = time.monotonic()
         if self._board is None or now - self._looked < LOOK:
             return False

@@ -1,12 +1,12 @@
 """A call of a model that compile_sharded took over: its own code, with all parameters gathered.
 
     model(x)                     gathers every parameter, runs the model's forward, frees them
-    loss_of(model(x)).backward() gradients for what went in, as the other network of a GAN wants; and, as FSDP2 has it,
-                                 the mean over ranks of those of the parameters, in ``parameter.grad``
+    loss_of(model(x)).backward() gradients of the inputs, which the other network of a GAN needs; and, as in FSDP2, the
+                                 mean over ranks of the parameters' gradients, in ``parameter.grad``
 
-It is not compiled, and holds the whole model while it runs, and until backward where there is one: `Sharded` is what
-trains and evaluates. Hooks of the model's root do it, before all others and after, so that copies of the model
-(`copy.deepcopy`, `AveragedModel`) can be called as well.
+Such a call is not compiled, and holds the whole model while it runs, and until backward if there is one. To train and
+evaluate, use `Sharded`. Hooks of the model's root gather and free: they run before all other hooks and after them. So
+copies of the model (`copy.deepcopy`, `AveragedModel`) can be called as well.
 
 `gathered` is the same for many calls, without gradients.
 """
@@ -31,12 +31,12 @@ from fsdp_compiled.runtime.parameters.sharded_parameter import WholeParameter
 from fsdp_compiled.runtime.parameters.sharded_tensor import ShardedTensor
 
 Tables = list[tuple[dict[str, Any], dict[str, Any]]]
-Held = tuple[Tables, list[tuple[str, torch.Tensor, int]]]  # what stood where, and what stands there, by version
+Held = tuple[Tables, list[tuple[str, torch.Tensor, int]]]  # old table entries; the whole tensors put there, by version
 _open: dict[int, list[Held]] = {}  # calls that run now, by model's id
 
 
 class Owner:
-    """That a model was taken over. A copy whose parameters are ordinary ones was not, and has None."""
+    """Marks a model that was taken over. A copy whose parameters are ordinary ones was not, and has None instead."""
 
     def __init__(self, layout: Layout) -> None:
         self.layout = layout
@@ -49,7 +49,7 @@ class Owner:
 
 
 def register(model: nn.Module, layout: Layout) -> list[Any]:
-    """Makes the model callable; what takes the hooks off again."""
+    """Makes the model callable. Returns the handles that remove the hooks again."""
     owner = Owner(layout)
     return [
         model.register_forward_pre_hook(partial(_gather, owner), prepend=True, with_kwargs=True),
@@ -79,7 +79,7 @@ def _gather(owner: Owner | None, model: nn.Module, args: Any, kwargs: Any) -> An
 
 
 def _put(model: nn.Module, named: Sequence[tuple[str, Any]], wholes: Sequence[torch.Tensor], held: Held) -> None:
-    """Puts these in the places of the parameters."""
+    """Puts ``wholes`` in place of the parameters."""
     instead = {id(one): whole for (_, one), whole in zip(named, wholes, strict=True)}
     for module in model.modules():
         _exchange(module, instead, held[0])
@@ -91,7 +91,7 @@ def _put(model: nn.Module, named: Sequence[tuple[str, Any]], wholes: Sequence[to
 
 
 def _put_back(held: Held, where: str) -> None:
-    """Puts the parameters back. Raises ``RuntimeError`` where what stood in their places was written to."""
+    """Puts the parameters back. Raises ``RuntimeError`` if a tensor that stood in their place was written to."""
     tables, wholes = held
     for table, before in tables:
         table.update(before)
@@ -111,13 +111,13 @@ def _cast_inputs(layout: Layout, args: Any, kwargs: Any) -> Any:
 
 
 def wholes_of(model: nn.Module) -> list[torch.Tensor]:
-    """Each of its parameters, whole and frozen, in the dtype that is computed in. Collective."""
+    """Each of its parameters, whole and frozen, in the compute dtype. Collective."""
     with torch.no_grad():
         return [nn.Parameter(_whole(one), requires_grad=False) for one in model.parameters()]
 
 
 def hold(model: nn.Module, layout: Layout, wholes: Sequence[torch.Tensor]) -> Held:
-    """Puts these in the places of the parameters for many calls; what `release` takes."""
+    """Puts ``wholes`` in place of the parameters for many calls. Returns the argument of `release`."""
     held: Held = ([], [])
     _put(model, list(named_parameters(model)), wholes, held)
     layout.gathered = model
@@ -159,7 +159,7 @@ def _place_of(parameter: Any) -> ShardPlace:
 
 
 def _exchange(module: nn.Module, instead: dict[int, torch.Tensor], held: Tables) -> None:
-    """Puts these in the places of parameters, by ``id``, and in the list of them that recurrent layers keep."""
+    """Puts these in place of parameters, by ``id``, and in the list of weights that recurrent layers keep."""
     before = {name: one for name, one in module._parameters.items() if id(one) in instead}
     if before:
         module._parameters.update({name: instead[id(one)] for name, one in before.items()})  # type: ignore[misc]
@@ -171,7 +171,7 @@ def _exchange(module: nn.Module, instead: dict[int, torch.Tensor], held: Tables)
 
 
 def _wholes(layout: Layout, parameters: Sequence[Any], name: str) -> Sequence[torch.Tensor]:
-    """Each parameter, whole and in the dtype that is computed in. Collective."""
+    """Each parameter, whole and in the compute dtype. Collective."""
     trained = torch.is_grad_enabled() and any(one.requires_grad for one in parameters)
     if trained and layout.mesh.tp > 1:
         raise NotImplementedError(
@@ -194,7 +194,7 @@ def _whole(parameter: Any) -> torch.Tensor:
     dtype = place.layout.plan.compute_dtype(place.buffer)
     if isinstance(parameter, WholeParameter):
         return parameter.detach().to(dtype)
-    if parameter._sharded.whole or parameter._sharded.replay is not None:  # what was computed stands in its place
+    if parameter._sharded.whole or parameter._sharded.replay is not None:  # a computed tensor is in its place
         value = whole_of(parameter).to(place.layout.plan.device, dtype)
     else:
         value = place.gather(parameter.local.to(dtype)).to(place.layout.plan.device)

@@ -5,15 +5,16 @@
 
 A parameter's part on a rank is a stretch of its elements in memory order, often none of them.
 
-`Writes` is what the user wrote to parameters between calls, as a number that ranks compare: one that wrote alone is
-found out.
+`Writes` turns the user's writes to parameters between calls into a number that ranks compare. So a rank that wrote
+alone is detected.
 
     each rank has a part of a parameter    operators are counted, by name and parameter, where they run
     each rank has all of it (ddp)          PyTorch's counters of writes to the buffers, from one call's end to the next
     one rank                               nothing
 
-Ranks compare it in a step, before anything is updated (`passes.report`), and where they meet: to save, to read a
-parameter whole. Order does not count, so that the same write on the ranks that lack it makes them alike again.
+Ranks compare it in a step, before anything is updated (`passes.report`), and in calls in which they meet, such as
+saving or reading a whole parameter. Order does not count: ranks that lack a write can make it later, and are alike
+again.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ BITS = 40
 
 
 class Writes:
-    """``total``: of all writes. ``shards``: by buffer key, where each rank has all of them and there are several."""
+    """``total``: the sum of all writes. ``shards``: by buffer key, if there are several ranks with all of them."""
 
     def __init__(self, shards: Mapping[str, torch.Tensor] | None = None) -> None:
         self.total = 0
@@ -57,13 +58,13 @@ class Writes:
         self.total = (self.total + crc32(f"{operator} {name}".encode())) % 2**BITS
 
     def begin(self) -> None:
-        """A call begins: what was written since the last one was the user's."""
+        """Marks the start of a call: writes since the last call were the user's."""
         if self.shards is not None:
             self.total = (self.total + self._count() - self._seen) % 2**BITS
             self._seen = self._count()
 
     def end(self) -> None:
-        """A call is over: what was written in it was not."""
+        """Marks the end of a call: writes in it were not the user's."""
         if self.shards is not None:
             self._seen = self._count()
 
@@ -78,8 +79,8 @@ class Writes:
 
 @dataclass(eq=False)
 class Layout:
-    """The shards of one model. ``shards``: by buffer key, the dictionary that the state holds, so that a tensor put
-    there is the one that is read. ``calls``: where ranks say what they do, once there is such a place."""
+    """The shards of one model. ``shards``: by buffer key, the same dictionary as the state's, so that a tensor put
+    there is the one that is read. ``calls``: where ranks tell what they do, once it exists."""
 
     plan: Plan
     mesh: Mesh
@@ -88,7 +89,7 @@ class Layout:
     flips: int = 0  # how often ``requires_grad`` of a parameter was set to another value
     differentiated: bool = False  # whether autograd may hold parameters, from a call of the model itself
     gathered: nn.Module | None = None  # the model, while it holds all of every parameter
-    gradients_left: bool = False  # whether ``grad`` of a parameter may be what no `Sharded` put there
+    gradients_left: bool = False  # whether a ``grad`` may be one that no `Sharded` set
     writes: Writes = field(default_factory=Writes)
     references: dict[str, weakref.ref[torch.Tensor]] = field(default_factory=dict)  # to the parameters, by name
 
@@ -108,22 +109,22 @@ class Layout:
 
     @property
     def replicated(self) -> bool:
-        """Whether each of several ranks does."""
+        """Whether there are several ranks, and each holds all of every parameter."""
         return self.whole and self.mesh.world > 1
 
     @cached_property
     def device_mesh(self) -> DeviceMesh:
-        """The user's, or all ranks in a row."""
+        """The user's mesh, or a 1-d mesh of all ranks."""
         return self.mesh.given if self.mesh.given is not None else device_mesh_of_all()
 
     def written(self) -> None:
-        """Says that all shards were written past autograd: backward through a call before is an error."""
+        """Tells autograd that all shards were written, so that backward through an earlier call is an error."""
         increment_version(list(self.shards.values()))
         self.differentiated = False
 
     @contextmanager
     def meeting(self, label: str) -> Iterator[None]:
-        """Something that all ranks do together, or none; where one does something else, an error on all."""
+        """A call that all ranks make together, or none. If one makes another call, all ranks raise an error."""
         if self.calls is None:
             yield
             return
@@ -133,7 +134,7 @@ class Layout:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ShardPlace:
-    """One parameter's place in this rank's shard. Where the plan cuts nothing, all of it."""
+    """One parameter's place in this rank's shard. If the plan cuts nothing, that is all of it."""
 
     layout: Layout
     buffer: Buffer
@@ -153,7 +154,7 @@ class ShardPlace:
         return torch.Size(self.leaf.whole_shape)
 
     def like(self, dtype: torch.dtype) -> torch.Tensor:
-        """What looks like the whole parameter, without memory."""
+        """A tensor that looks like the whole parameter, without memory."""
         stride = contiguous_stride(self.shape) if self.leaf.split else self.leaf.stride
         return torch.empty_strided(self.shape, stride, dtype=dtype, device="meta")
 
@@ -164,12 +165,12 @@ class ShardPlace:
         return self.part.of(self.layout.shards[self.buffer.key])
 
     def written(self, operator: str) -> None:
-        """Says that the operator wrote to the shard past autograd."""
+        """Records that the operator wrote to the shard, which autograd did not see."""
         self.layout.writes.add(operator, self.name)
         increment_version(self.layout.shards[self.buffer.key])
 
     def gather(self, local: torch.Tensor) -> torch.Tensor:
-        """The whole, of what each rank has: ``[part.numel]`` -> the parameter's shape. Collective."""
+        """Gathers the whole parameter from each rank's part: ``[part.numel]`` -> the parameter's shape. Collective."""
         mesh, plan = self.layout.mesh, self.layout.plan
         flat = local.to(plan.device)
         if plan.placement.parameter and plan.shard > 1:
@@ -190,7 +191,7 @@ class ShardPlace:
 
 
 def places_of(layout: Layout, buffer: Buffer) -> Iterator[ShardPlace]:
-    """This rank's, of each of a buffer's slots."""
+    """This rank's place of each of a buffer's slots."""
     plan = layout.plan
     for slot in buffer.slots:
         yield ShardPlace(

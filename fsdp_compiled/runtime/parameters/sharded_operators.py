@@ -6,9 +6,9 @@
     else                 norm, sum, equal, cat, sort ...                      all ranks gather the whole, and compute
     random               normal_, rand_like                                   of the whole, rank 0's on every rank
 
-So each result is that of the same operator on the whole parameter. A plain tensor beside a parameter is a whole one,
-the same on every rank. Where autograd would find this rank's own gradient through it, it is refused: a call of the
-model averages gradients over ranks, an operator does not.
+So each result equals that of the same operator on the whole parameter. A plain tensor beside a parameter is taken to be
+whole, and the same on every rank. If autograd would find this rank's own gradient through an operator, it raises an
+error: a call of the model averages gradients over ranks, an operator does not.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from fsdp_compiled.distributed.mesh import broadcast
 from fsdp_compiled.runtime.parameters.shard_layout import ShardPlace
 from fsdp_compiled.runtime.parameters.sharded_tensor import ShardedTensor, Values, is_sharded, name_of, sharded
 
-# Element by element, or of values that do not matter, but without PyTorch's tag that says so.
+# Operators that work element by element, or whose values do not matter, but that lack PyTorch's tag for it.
 ALIKE = {
     "copy_", "fill_", "zero_", "clone", "_to_copy", "detach", "detach_", "alias", "empty_like", "zeros_like",
     "ones_like", "full_like", "masked_fill", "masked_fill_", "isclose", "lift_fresh", "copy",
@@ -45,7 +45,7 @@ def is_view(func: Any) -> bool:
 
 
 def written_by(func: Any, args: Sequence[Any], named: Mapping[str, Any]) -> set[int]:
-    """The tensors that it writes, by ``id``."""
+    """The ``id``s of the tensors that the operator writes."""
     found: list[Any] = []
     for index, argument in enumerate(func._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
@@ -54,9 +54,9 @@ def written_by(func: Any, args: Sequence[Any], named: Mapping[str, Any]) -> set[
 
 
 def in_one_place(func: Any, args: Sequence[Any], named: Mapping[str, Any]) -> bool:
-    """Whether each row of arguments is stretches in one place, whole tensors of its shape, and single numbers.
+    """Whether each row of arguments holds only stretches in one place, whole tensors of its shape, and single numbers.
 
-    A row: all arguments, or the n-th of each list.
+    A row is all arguments, or the n-th of each list.
     """
     values = [*args, *named.values()]
     lists = [one for one in values if isinstance(one, list | tuple) and any(isinstance(x, torch.Tensor) for x in one)]
@@ -78,7 +78,7 @@ def _is_row(row: Sequence[torch.Tensor], written: set[int]) -> bool:
     if any(one._sharded.place.slot is not first.slot or one._sharded.place.layout is not first.layout for one in cut):  # type: ignore[attr-defined]
         return False
     others = [one for one in row if not any(one is x for x in cut)]
-    if any(id(one) in written for one in others):  # a whole one is written: it wants the whole
+    if any(id(one) in written for one in others):  # writing to a whole tensor needs the whole value
         return False
     try:
         return torch.broadcast_shapes(first.shape, *(one.shape for one in others)) == first.shape
@@ -87,11 +87,11 @@ def _is_row(row: Sequence[torch.Tensor], written: set[int]) -> bool:
 
 
 aten = torch.ops.aten
-FORMS = ("memory_format", "layout")  # of a 1-d stretch there is one
+FORMS = ("memory_format", "layout")  # a 1-d stretch has only one form
 
 
 def dispatch(func: Any, args: Sequence[Any], named: dict[str, Any]) -> Any:
-    """The operator, of arguments among which are sharded tensors."""
+    """Runs an operator some of whose arguments are sharded tensors."""
     given = [one for one in pytree.tree_leaves((args, named)) if isinstance(one, torch.Tensor)]
     ours = [one for one in given if type(one) is not torch.Tensor and is_sharded(one)]
     written = written_by(func, args, named)
@@ -131,7 +131,7 @@ class _Full(torch.autograd.Function):
 
 
 def wrapped(value: torch.Tensor, place: ShardPlace) -> ShardedTensor:
-    """What every rank has computed of the whole."""
+    """A sharded tensor whose whole value every rank has computed."""
     return sharded(Values(place, value, whole=True), value)
 
 
@@ -153,7 +153,7 @@ def gradient_at(place: ShardPlace, flat: torch.Tensor) -> torch.Tensor:
 
 
 def _check_meaning(func: Any, ours: Sequence[ShardedTensor]) -> None:
-    """Refuses operators that would do something to a gathered copy alone."""
+    """Raises ``RuntimeError`` for operators that would act on a gathered copy only."""
     name = func.overloadpacket.__name__
     if "c10d" in func.namespace:
         raise RuntimeError(
@@ -169,7 +169,7 @@ def _check_meaning(func: Any, ours: Sequence[ShardedTensor]) -> None:
 
 
 def _check_gradients(func: Any, given: Sequence[torch.Tensor], ours: Sequence[ShardedTensor]) -> None:
-    """Refuses a gradient that would be this rank's alone."""
+    """Raises ``RuntimeError`` if a gradient would be this rank's only."""
     if not torch.is_grad_enabled() or not any(one.requires_grad and not one._sharded.whole for one in ours):
         return
     plain = [one for one in given if not is_sharded(one) and one.dim() and one.numel()]
@@ -191,7 +191,7 @@ def _alias(tensor: ShardedTensor) -> ShardedTensor:
 
 
 def _local(func: Any, args: Sequence[Any], named: Mapping[str, Any], written: set[int]) -> Any:
-    """On this rank's stretches."""
+    """Runs the operator on this rank's stretches."""
     places: list[ShardPlace | None] = []
 
     def place_in(row: Sequence[Any]) -> ShardPlace | None:
@@ -209,7 +209,7 @@ def _local(func: Any, args: Sequence[Any], named: Mapping[str, Any], written: se
         if not isinstance(value, torch.Tensor):
             return value
         value = value._sharded.flat if is_sharded(value) else value
-        if place is None or (not value.dim() and place.shape):  # a number beside numbers is as wide as they are
+        if place is None or (not value.dim() and place.shape):  # a 0-d tensor is cut only beside a 0-d parameter
             return value
         return place.cut(value.expand(place.shape))
 
@@ -242,7 +242,7 @@ def _local(func: Any, args: Sequence[Any], named: Mapping[str, Any], written: se
 
 
 def _view(func: Any, args: Sequence[Any], named: Mapping[str, Any]) -> Any:
-    """Views that know what they view."""
+    """Makes views that remember what they view."""
     base = args[0]
     if base._sharded.whole:
         found = func(base._sharded.flat, *args[1:], **named)
@@ -271,10 +271,10 @@ def _whole(
     func: Any, args: Sequence[Any], named: Mapping[str, Any], ours: Sequence[ShardedTensor], written: set[int],
     agreed: bool = False,
 ) -> Any:  # fmt: skip
-    """On whole tensors, by all ranks together; ``agreed``: rank 0's results."""
-    wholes: dict[int, torch.Tensor] = {}  # by ``id``, what is computed with
-    bases: dict[int, torch.Tensor] = {}  # by ``id``, what a written one is a view of
-    held: dict[int, torch.Tensor] = {}  # the same by where they are: of two views of one parameter it is one
+    """Runs the operator on whole tensors, by all ranks together; ``agreed``: all ranks get rank 0's results."""
+    wholes: dict[int, torch.Tensor] = {}  # by argument's ``id``, its whole value
+    bases: dict[int, torch.Tensor] = {}  # by argument's ``id``, the whole tensor that it is a view of
+    held: dict[int, torch.Tensor] = {}  # the same by place: two views of one parameter share it
     changed = {_where(_under(one)) for one in ours if id(one) in written and not one._sharded.whole}
 
     def whole(value: Any) -> Any:
@@ -314,26 +314,26 @@ def _whole(
         if id(value) in back:
             return back[id(value)]
         if plain or any(value is one for one in pytree.tree_leaves((own, options))):
-            return value  # of a plain tensor, which may be another on each rank; or that itself
+            return value  # from a plain tensor, which may differ by rank; or an argument
         return wrapped(value, ours[0]._sharded.place)
 
     return pytree.tree_map(result, found)
 
 
 def _where(tensor: ShardedTensor) -> int:
-    """The same for what is in one place."""
+    """A key that is the same for tensors in one place."""
     return id(tensor._sharded.place if tensor._sharded.flat is None else tensor._sharded.flat)
 
 
 def _under(tensor: ShardedTensor) -> ShardedTensor:
-    """What a view views; of what is no view, itself."""
+    """The tensor that a view views; a tensor that is no view is returned as it is."""
     base = tensor if tensor._sharded.replay is None else tensor._sharded.base
     assert base is not None
     return base
 
 
 def whole_of(tensor: ShardedTensor) -> torch.Tensor:
-    """The whole; of what is whole, itself."""
+    """The whole value; a tensor that is whole already is not gathered."""
     if tensor._sharded.whole:
         assert tensor._sharded.flat is not None
         return tensor._sharded.flat
@@ -343,7 +343,7 @@ def whole_of(tensor: ShardedTensor) -> torch.Tensor:
 
 
 def _meeting(what: str, tensors: Sequence[ShardedTensor], agreed: bool = False) -> Any:
-    """All ranks read these together, if any of them is cut, or ranks agree on what becomes of them."""
+    """A meeting of all ranks to read these, if any of them is cut, or if ranks must agree on the result."""
     cut = [one for one in tensors if not one._sharded.whole]
     if not cut and not agreed:
         return torch.no_grad()

@@ -4,8 +4,8 @@
     else             ShardedParameter   a DTensor whose local part is a stretch of this rank's flat shard
 
 Both take the place of the user's own parameter by `torch.utils.swap_tensors`: every list, optimizer or module that
-holds the old object holds this one. Values can be read and written in place; what would put other memory there, or call
-hooks that no program calls, is refused by name.
+holds the old object holds this one. Values can be read and written in place. Anything that would put other memory
+there, or call hooks that no program calls, raises an error that names it.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ CONVERT = "Convert the model before compile_sharded; Policy(precision=...) says 
 
 
 class _Parameter:
-    """What both kinds of parameter refuse. ``_sharded_name``: in the model; ``_sharded_buffer``: whose shard."""
+    """What both kinds of parameter refuse. ``_sharded_name``: its name in the model; ``_sharded_buffer``: its
+    buffer."""
 
     _sharded_name: str
     _sharded_place: ShardPlace
@@ -42,7 +43,7 @@ class _Parameter:
         if name == "requires_grad":
             self.requires_grad_(value)
         elif name == "data":
-            if value is not self:  # as `model.to(...)` says it where nothing has to be converted
+            if value is not self:  # `model.to(...)` does so if nothing has to be converted
                 moved = (value.dtype, value.device) != (self.dtype, self.device)  # type: ignore[attr-defined]
                 refusing(".data = ...", CONVERT if moved else WRITE)(self)
         elif name == "grad":
@@ -52,7 +53,7 @@ class _Parameter:
             super().__setattr__(name, value)
 
     def requires_grad_(self, requires_grad: bool = True) -> Any:
-        """For calls of the model itself; a step refuses what is trained otherwise than it was laid out for."""
+        """For calls of the model itself. A step raises an error if it is not what the shards were laid out for."""
         if bool(requires_grad) != self.requires_grad:  # type: ignore[attr-defined]
             self._sharded_place.layout.flips += 1
             super().requires_grad_(requires_grad)  # type: ignore[misc]
@@ -73,11 +74,11 @@ for _name in RESHAPING:
 
 
 class ShardedParameter(_Parameter, ShardedTensor):
-    """A parameter of which each rank has a stretch, live."""
+    """A live parameter of which each rank has a stretch."""
 
 
 class WholeParameter(_Parameter, nn.Parameter):
-    """A parameter of which each rank has all, live: a view of its buffer. It has a DTensor's reading methods."""
+    """A live parameter of which each rank has all: a view of its buffer. It has a DTensor's reading methods."""
 
     def full_tensor(self, **_: Any) -> torch.Tensor:
         return self.detach().clone()
@@ -87,7 +88,7 @@ class WholeParameter(_Parameter, nn.Parameter):
 
     @property
     def data(self) -> torch.Tensor:
-        """Unlike any tensor's, it counts writes: copies in the compute dtype follow them."""
+        """Unlike ``data`` of other tensors, it counts writes, so that copies in the compute dtype follow them."""
         return self.detach()
 
     def __repr__(self, **_: Any) -> str:
@@ -106,10 +107,10 @@ class WholeParameter(_Parameter, nn.Parameter):
 
 
 def replace(parameter: nn.Parameter, place: ShardPlace) -> nn.Parameter:
-    """Makes this very object a view of the place, so that its own memory is freed whoever holds it.
+    """Makes this very object a view of the place, so that its own memory is freed even if others hold the object.
 
-    Returns the object that stands for it: another one where somebody else has weak references to it, as
-    `torch.compile` has to the parameters of what it compiled; the old one is then left empty.
+    Returns the object that stands for it. This is another one if somebody else has weak references to it, as
+    `torch.compile` has to the parameters of what it compiled. The old one is then left empty.
     """
     notes = {"_sharded_name": place.name, "_sharded_buffer": place.buffer.key, "_sharded_place": place}
     shard = place.layout.shards[place.buffer.key]
@@ -129,18 +130,18 @@ def replace(parameter: nn.Parameter, place: ShardPlace) -> nn.Parameter:
 
 
 def _register(parameter: nn.Parameter, place: ShardPlace) -> None:
-    """From here on `swap_tensors` refuses it, for a weak reference, and gradients that are added to it are noticed."""
+    """Keeps a weak reference, so `swap_tensors` refuses it from now on, and notices gradients that are added to it."""
     layout = place.layout
     layout.references[place.name] = weakref.ref(parameter)
     if parameter.is_floating_point():
         wanted = parameter.requires_grad
-        torch.Tensor.requires_grad_(parameter)  # which a hook asks for
+        torch.Tensor.requires_grad_(parameter)  # a hook requires it
         torch.Tensor.register_post_accumulate_grad_hook(parameter, layout.noticed)
         torch.Tensor.requires_grad_(parameter, wanted)
 
 
 def _swapped(parameter: nn.Parameter, made: Any, notes: Mapping[str, Any]) -> nn.Parameter:
-    """What was made, in the very object; it has what the user noted there, and these notes."""
+    """Swaps ``made`` into the user's own object, with the attributes that the user set there, and ``notes``."""
     made.__dict__.update(parameter.__dict__, **notes)
     try:
         torch.utils.swap_tensors(parameter, made)
@@ -152,7 +153,7 @@ def _swapped(parameter: nn.Parameter, made: Any, notes: Mapping[str, Any]) -> nn
 
 
 def show(parameters: Iterable[nn.Parameter]) -> None:
-    """Makes parameters that are whole views of the shards as they are now, where the state was given other tensors."""
+    """Makes whole parameters views of the present shards, after the state was given other tensors."""
     for parameter in parameters:
         if isinstance(parameter, WholeParameter):
             place = parameter._sharded_place
@@ -163,7 +164,7 @@ def show(parameters: Iterable[nn.Parameter]) -> None:
             _register(parameter, place)
 
 
-by_identity = [False]  # whether ``==`` of parameters is ``is``, for who compares the tables that hold them
+by_identity = [False]  # whether ``==`` of parameters is ``is``, to compare the tables that hold them
 
 
 def is_live(tensor: Any) -> bool:

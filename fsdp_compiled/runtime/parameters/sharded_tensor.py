@@ -1,9 +1,9 @@
 """A tensor of which each rank holds a contiguous range: a parameter, its gradient, a copy or an average of it.
 
-`ShardedTensor` is the DTensor of both a parameter and what is computed of it element by element. Other operators read
-it whole (`sharded_operators`). ``isinstance(x, DTensor)`` holds, as its ``__class__`` says, and it has DTensor's
-methods; it is no subclass, since then it could not take a parameter's place, and PyTorch's own operators of DTensors
-would believe that each rank holds rows.
+`ShardedTensor` is the DTensor of a parameter, and of what is computed from it element by element. Other operators read
+it whole (`sharded_operators`). ``isinstance(x, DTensor)`` holds because of its ``__class__``, and it has DTensor's
+methods. It is not a subclass: then it could not take a parameter's place, and PyTorch's own operators on DTensors would
+assume that each rank holds rows.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def name_of(tensor: Any) -> str:
 
 
 class FlatShard(Placement):
-    """Cut along a mesh axis by elements in memory order, each rank's stretch beginning where it may."""
+    """Cut along a mesh axis by elements in memory order. A rank's stretch may begin at any element."""
 
     def __repr__(self) -> str:
         return "FlatShard()"
@@ -62,10 +62,10 @@ class FlatShard(Placement):
 
 @dataclass(frozen=True)
 class Values:
-    """Where a tensor's values are. ``flat``: this rank's; None: live, in the shard.
+    """Where a tensor's values are. ``flat``: this rank's values; None: they are live, in the shard.
 
-    ``whole``: whether ``flat`` is all of it, that every rank computed of the parameter at ``place``, or of it and
-    others. ``base`` and ``replay``: of a view, what it views, and how to view that when it is whole.
+    ``whole``: whether ``flat`` is the whole value, which every rank computed from the parameter at ``place``, or from
+    it and others. ``base`` and ``replay``: for a view, what it views, and how to view that when it is whole.
     """
 
     place: ShardPlace
@@ -76,17 +76,17 @@ class Values:
 
 
 class ShardedTensor(torch.Tensor):
-    """A tensor of which each rank has a stretch, or a view of one, or what was computed of the whole."""
+    """A tensor of which each rank has a stretch, or a view of one, or a result computed from the whole."""
 
     _sharded: Values
 
     def _class(self) -> type:
         return DTensor if "_sharded" in self.__dict__ and not is_dispatching() else type(self)
 
-    # Whoever asks gets DTensor; `swap_tensors` the class itself, for what is not in its place yet; and so does the
-    # dispatcher, which in torch 2.11 has code of its own for DTensors, whatever `__torch_dispatch__` says.
+    # ``__class__`` is DTensor for callers. `swap_tensors` gets the class itself, for a tensor not in its place yet. So
+    # does the dispatcher, which in torch 2.11 has its own code for DTensors, whatever `__torch_dispatch__` says.
     __class__ = property(_class, object.__dict__["__class__"].__set__)  # type: ignore[assignment]
-    __torch_function__ = nn.Parameter.__torch_function__  # results are what operators say
+    __torch_function__ = nn.Parameter.__torch_function__  # results have the type that operators say
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
@@ -96,7 +96,7 @@ class ShardedTensor(torch.Tensor):
 
     @property
     def local(self) -> torch.Tensor:
-        """This rank's values, 1-d; of what is whole, all."""
+        """This rank's values, 1-d; all values of a tensor that is whole."""
         return self._sharded.place.live if self._sharded.flat is None else self._sharded.flat
 
     # What a DTensor has.
@@ -164,7 +164,7 @@ class ShardedTensor(torch.Tensor):
             raise NotImplementedError("A view of a parameter, or what was computed of one, cannot be saved by DCP.")
         return rectangles_of(self._sharded.place, self.local)
 
-    # What is not.
+    # What a DTensor has and this does not.
 
     numpy = refusing("numpy", READ)
     data_ptr = refusing("data_ptr", READ)
@@ -199,7 +199,7 @@ def sharded(
     device: torch.device | None = None,
     kind: type[ShardedTensor] = ShardedTensor,
 ) -> ShardedTensor:
-    """A tensor of these values, which looks like that one: in shape, strides, dtype, and device if none is given."""
+    """A tensor of these values, with the shape, strides and dtype of ``like``, and its device if none is given."""
     made = torch.Tensor._make_wrapper_subclass(
         kind, like.shape, like.stride(), dtype=like.dtype, device=device or like.device
     )
@@ -208,5 +208,5 @@ def sharded(
 
 
 def is_sharded(value: Any) -> bool:
-    """Whether it is a `ShardedTensor`, which says that it is a DTensor."""
+    """Whether it is a `ShardedTensor`, whose ``__class__`` is DTensor."""
     return issubclass(type(value), ShardedTensor)

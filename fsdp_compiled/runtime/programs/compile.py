@@ -1,4 +1,4 @@
-"""One kind of program for one shape of batch: captured, and taken through its passes."""
+"""Makes one kind of program for one shape of batch: captures it and runs the passes on it."""
 
 from __future__ import annotations
 
@@ -42,25 +42,25 @@ from fsdp_compiled.runtime.shared_memory import shared
 from fsdp_compiled.runtime.state import Rooms
 
 # "accumulate" is a microbatch that is not the last, "last" the one that ends a row and updates.
-# "training" is a forward whose results are differentiated outside, in a loop of the user's.
+# "training" is a forward that a loop of the user's differentiates outside of the program.
 Kind = Literal["step", "last", "accumulate", "gradient", "training", "forward"]
 
 
-# What a program depends on by its value; other leaves of a batch are objects that it cannot take.
+# Types whose values a program depends on; other leaves of a batch are objects that it cannot take.
 PLAIN = bool | int | float | complex | str | Enum | torch.dtype | torch.device | None
 Predict = Callable[[Program], Memory]
 Later = Callable[[Program], Callable[[], Memory]]
 
 
 class Constants(Protocol):
-    """Who holds the tensors that programs close over and write."""
+    """The object that holds the tensors that programs close over and write to."""
 
     constants: dict[str, torch.Tensor]
 
 
 @dataclass
 class Compiled:
-    """A program and what it takes to run it on a state and a batch."""
+    """A program, with all that running it on a state and a batch needs."""
 
     program: Program
     capture: Capture
@@ -70,15 +70,15 @@ class Compiled:
     outputs: tuple[Port, ...]
     random: bool
     shared: bool  # whether it draws random numbers that are the same on all ranks along the tp axis
-    parts: bool  # whether it draws others, which are a rank's own where there is a tp axis
+    parts: bool  # whether it draws random numbers that differ between ranks along the tp axis, if there is one
     copied: bool  # whether it reads copies of shards
-    compared: bool  # whether ranks compare in it what they run
-    weighed: bool  # whether it reads how much this rank's batch counts
+    compared: bool  # whether ranks compare inside it which program they run
+    weighed: bool  # whether it reads the weight of this rank's batch
     idle: tuple[str, ...]  # parameters that the loss does not reach
     adds: Names  # parameters that have a gradient in it
-    unreached: Names  # those that its loss does not reach, of which it updates
-    added: Names  # what microbatches before reached of these, which a step after others does not update
-    counted: Mapping[str, Names]  # by rules' keys, of those the ones whose steps are counted
+    unreached: Names  # parameters that its loss does not reach
+    added: Names  # of these, those it updates since earlier microbatches reached them
+    counted: Mapping[str, Names]  # by rules' keys, the parameters whose steps are counted
     kind: Kind
     label: str
     number: int  # the same on every rank for the same program
@@ -88,30 +88,30 @@ class Compiled:
     runner: Runner = lambda *_: ()  # until it is lowered
     pending: PendingCollectives = field(init=False)  # once it is lowered
     split: SplitProgram | None = None  # of a "training" program, whose runner is the forward one
-    reached: Mapping[str, frozenset[str]] = field(default_factory=dict)  # by parameter or input: the results it moves
+    reached: Mapping[str, frozenset[str]] = field(default_factory=dict)  # by parameter or input: the results it affects
     backward: Boxed = lambda _: ()  # until it is lowered
-    whole: Backward | None = None  # backward without communication, once it was asked for
-    fitting: set[tuple[int, ...]] = field(default_factory=set)  # sizes of the batch that it was found to be good for
+    whole: Backward | None = None  # backward without communication; None until it is needed
+    fitting: set[tuple[int, ...]] = field(default_factory=set)  # sizes of batches that it is known to fit
 
     @cached_property
     def training(self) -> Training:
-        """Of a program that is lowered."""
+        """What running the forward and backward of a "training" program needs; only once it is lowered."""
         assert self.split is not None
         return training_of(self.split, self.inputs, self.outputs, self.reached, self.backward)
 
     @cached_property
     def aliases(self) -> tuple[Alias, ...]:
-        """Of its results, those that share memory with others in eager PyTorch."""
+        """The results that share memory with inputs, buffers or other results in eager PyTorch."""
         return aliases_of(self.program, self.inputs, 1 if self.kind == "training" else 2)
 
     @property
     def stages(self) -> tuple[Program, ...]:
-        """The program after each pass, made again up to the last."""
+        """The program after each pass; all but the last are made again."""
         return self.known.until(self.program)
 
     @cached_property
     def rooms(self) -> Rooms:
-        """Host memory for what its forward keeps."""
+        """Host memory for values that forward keeps there."""
         return Rooms(self.program)
 
     @property
@@ -123,21 +123,21 @@ class Compiled:
         return self.kind in ("step", "last")
 
     def zeros(self) -> dict[str, torch.Tensor]:
-        """The sums that the program adds to, at nothing."""
+        """Zeros for the sums that the program adds to."""
         wanted = {port.key: node.meta["val"] for port, node in self.program.inputs.items() if port.kind == "sum"}
         return {
             name: torch.zeros(value.shape, dtype=value.dtype, device=value.device) for name, value in wanted.items()
         }
 
     def read_closed(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """These are read from now on in the place of those that the program closed over."""
+        """Makes the program read these tensors instead of those that it closed over."""
         if tensors:
             self.capture.guards.closed.replace(tensors)
             self.capture.constants.update({name: tensor.detach() for name, tensor in tensors.items()})
             self.input_binding.forget()
 
     def constants(self, state: Constants) -> Mapping[str, torch.Tensor]:
-        """The tensors that the program closes over; those that it writes live in the state from then on."""
+        """The tensors that the program closes over. From now on, the state holds those that the program writes to."""
         written = self.capture.written_constants
         for name in written:
             state.constants.setdefault(name, self.capture.constants[name])
@@ -146,14 +146,14 @@ class Compiled:
 
 @dataclass(frozen=True)
 class ProgramSpec:
-    """A program that is to be made: of which call, for which model as planned. Equal on all ranks but for the batch."""
+    """A program before it is made: the call, the model and the plan. Equal on all ranks but for the batch."""
 
     kind: Kind
     loss: Callable[..., Any] | None
     plan: Plan
     rules: tuple[Rule, ...]
     buffers: Mapping[str, torch.Tensor]
-    plain: Mapping[str, torch.Tensor]  # parameters that the plan does not have
+    plain: Mapping[str, torch.Tensor]  # parameters that are not in the plan
     batch: tuple[Any, ...]
     named: dict[str, Any]
     label: str
@@ -162,10 +162,10 @@ class ProgramSpec:
     hints: Sizes
     modes: GlobalModes
     gloo: tuple[str, ...]  # the axes whose collectives gloo carries out
-    tuned: bool  # whether Inductor, on any rank, is told to choose among kernels for each product
-    called: Callable[..., Any] | None = None  # of a model in a loop of the user's: what calls it; then without loss
+    tuned: bool  # whether Inductor, on any rank, is told to choose among kernels for products
+    called: Callable[..., Any] | None = None  # in a loop of the user's, calls the model; then there is no loss
     tp_mesh: DeviceMesh | None = None
-    groups: dict[str, str] | None = None  # process groups, by what programs call them
+    groups: dict[str, str] | None = None  # process groups, by their names in programs
     added: Names = frozenset()  # parameters that have gradients in the sums of microbatches
 
     @property
@@ -181,11 +181,11 @@ class ProgramSpec:
         return fusions_for(Target(self.plan, self.rules, trains, self.gloo, self.tuned))
 
 
-# The steps of making one, in order; `ProgramMaker.compile` is the way through them.
+# The steps of making a program, in order; `ProgramMaker.compile` runs them.
 
 
 def capture(model: nn.Module, spec: ProgramSpec) -> Capture:
-    """The call as a program, before any pass."""
+    """Captures the call as a program, before any pass."""
     loss = None if spec.kind == "forward" else spec.loss
     check_arguments(model, loss, spec.batch, spec.named, getattr(spec.called, "method", "forward"))
     captured = capture_on(
@@ -198,18 +198,18 @@ def capture(model: nn.Module, spec: ProgramSpec) -> Capture:
 
 
 def transform(captured: Capture, spec: ProgramSpec) -> Transformed:
-    """What the passes make of the captured program, whose graph they take."""
+    """Runs the passes on the captured program. They consume its graph."""
     return stages.transform(captured.program, spec.plan, spec.passes)
 
 
 def memory_of(captured: Capture, spec: ProgramSpec) -> Predict:
-    """What a program of this step takes of a rank's memory; what cannot be predicted says so, and stops nothing."""
+    """A function that predicts a program's memory on a rank. A prediction that fails says so, and stops nothing."""
     held = partial(memory.persistent, spec.plan, spec.rules, spec.buffers, captured.constants)
     return lambda one: attempt(lambda: peak_memory.predict(one, spec.plan, held(one)), memory.unpredicted)
 
 
 def memory_later(captured: Capture, spec: ProgramSpec) -> Later:
-    """The same when somebody asks: to run the program takes none of it. What is asked then holds no tensors."""
+    """The same, made only when somebody asks: running the program does not need it. It keeps no tensors alive."""
     plan, held = spec.plan, partial(memory.persistent, spec.plan, spec.rules, spec.buffers, captured.constants)
 
     def later(program: Program) -> Callable[[], Memory]:
@@ -224,12 +224,12 @@ def memory_later(captured: Capture, spec: ProgramSpec) -> Later:
 
 
 def has_host_memory(spec: ProgramSpec) -> bool:
-    """Whether values may wait in host memory: it is another than the device's, and backward is in the program."""
+    """Whether values may wait in host memory: it is not the device's own, and the program contains backward."""
     return spec.plan.device.type != "cpu" and spec.kind != "training"
 
 
 def fit_to_memory(made: Transformed, predict: Predict, spec: ProgramSpec) -> Transformed:
-    """Other last stages, where what will run, the program fused, needs more than `Policy.memory_gb`."""
+    """Replaces the last stages if the program that will run, after fusions, needs more than `Policy.memory_gb`."""
     fused = lambda one: predict(passes.run(one, spec.plan, spec.fusions))  # noqa: E731
     fitting = memory_budget.fit(made.stages, spec.plan, fused, spec.passes, has_host_memory(spec))
     return replace(made, stages=fitting)
@@ -243,7 +243,7 @@ def describe(
     spec: ProgramSpec,
     moving: Mapping[str, frozenset[str]],
 ) -> Compiled:
-    """The program that will run, with all that is asked of it later. ``moving``: what `moves` said."""
+    """The program that will run, and all that is asked of it later. ``moving``: the results each parameter affects."""
     needed = later(program)
     program = replace(
         program,
@@ -258,7 +258,7 @@ def describe(
     drawn = [node for node in calls(program.graph, may_be_random) if is_random(node)]
     return Compiled(
         program,
-        replace(captured, program=replace(captured.program, graph=fx.Graph())),  # the passes have its own
+        replace(captured, program=replace(captured.program, graph=fx.Graph())),  # the passes keep the graph
         known,
         needed,
         inputs=inputs,
@@ -285,7 +285,7 @@ def describe(
 
 
 def _wire(program: Program, split: SplitProgram | None) -> str:
-    """Of all that the call communicates, and the backward that follows it."""
+    """A digest of all communication of the call and of the backward after it."""
     if split is None:
         return program.wire
     both = split.forward.wire, split.backward.wire
@@ -293,7 +293,7 @@ def _wire(program: Program, split: SplitProgram | None) -> str:
 
 
 def _check_written(captured: Capture, buffers: Mapping[str, torch.Tensor]) -> None:
-    """Raises `CaptureError` where forward writes to memory that another tensor of the program has too."""
+    """Raises `CaptureError` where forward writes to memory that another tensor of the program shares."""
     names = [port.name for port in captured.program.ports if port.side == "out" and port.kind in ("buffer", "constant")]
     tensors = {**captured.constants, **buffers}
     written = {name: tensors[name] for name in names if name in tensors}
@@ -305,13 +305,13 @@ def _check_written(captured: Capture, buffers: Mapping[str, torch.Tensor]) -> No
 
 
 def plain(value: Any) -> tuple[type, str]:
-    """What a program depends on of an entry of the batch that is not a tensor; 1, 1.0 and True are three programs."""
+    """The part of a batch entry that a program depends on, if it is no tensor; 1, 1.0 and True need three programs."""
     if isinstance(value, Enum):
         return type(value), value.name
     if isinstance(value, PLAIN):
         return type(value), repr(value)
     if type(value) in (set, frozenset):
-        return type(value), repr(list(map(plain, value)))  # in their order, which forward may go by
+        return type(value), repr(list(map(plain, value)))  # in iteration order, which forward may depend on
     raise ValueError(
         f"The batch holds a {type(value).__module__}.{type(value).__qualname__}. Pass tensors, numbers and strings, in "
         "tuples, lists and dictionaries (a batch that is a mapping: as **batch), or register the class with pytree."
@@ -319,7 +319,7 @@ def plain(value: Any) -> tuple[type, str]:
 
 
 def rows_of(tensors: Iterable[torch.Tensor]) -> int:
-    """The length of the batch's first tensor that has one."""
+    """The first dim's size of the batch's first tensor that has a dim."""
     rows = next((tensor.shape[0] for tensor in tensors if tensor.dim()), None)
     if rows is None:
         raise ValueError('Policy(weigh="rows") counts the rows of the batch, but it has no tensor with rows.')
@@ -327,7 +327,7 @@ def rows_of(tensors: Iterable[torch.Tensor]) -> int:
 
 
 def check_devices(batch: tuple[Any, ...], named: Mapping[str, Any], device: torch.device) -> None:
-    """Raises ``ValueError`` for a tensor of the batch that is not where the shards are."""
+    """Raises ``ValueError`` for a tensor of the batch that is not on the shards' device."""
     for place, tensor in batch_tensors(batch, named).items():
         if tensor.device != device:
             raise ValueError(
@@ -337,7 +337,7 @@ def check_devices(batch: tuple[Any, ...], named: Mapping[str, Any], device: torc
 
 
 def label_of(kind: Kind, batch: tuple[Any, ...], named: dict[str, Any], sizes: Sizes) -> str:
-    """``step (float32[4, 8], labels=int64[4])``: what a rank calls, for people and for the other ranks."""
+    """``step (float32[4, 8], labels=int64[4])``: the call of a rank, as text for people and for the other ranks."""
 
     def one(value: Any) -> str:
         if isinstance(value, torch.Tensor):

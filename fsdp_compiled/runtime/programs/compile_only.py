@@ -1,7 +1,7 @@
-"""Runs a script only for what it compiles: `fsdp-compiled compile`, told to its ranks by their environment.
+"""Runs a script only to compile its programs: `fsdp-compiled compile`, which tells its ranks by their environment.
 
-Each rank notes what its code depends on, and the script ends, as by ``sys.exit(0)``, when so many calls in a row have
-compiled nothing. All ranks end before the same call.
+Each rank notes what its code depends on. The script ends, as by ``sys.exit(0)``, after a number of calls in a row that
+compile nothing. All ranks end before the same call.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from fsdp_compiled.lower.bundle import here
 
 FOLDER, CALLS = "FSDP_COMPILED_COMPILE_INTO", "FSDP_COMPILED_COMPILE_CALLS"
 ASKED = FOLDER in os.environ
-_calls = 0  # since something was compiled
+_calls = 0  # calls since the last program was compiled
 
 
 def compiled(mesh: Mesh) -> None:
-    """A program was made."""
+    """Notes that a program was made."""
     global _calls
     _calls = 0
     if ASKED:
@@ -27,7 +27,7 @@ def compiled(mesh: Mesh) -> None:
 
 
 def begin_call(mesh: Mesh) -> None:
-    """Ends the script if there is nothing more to compile for it. Collective."""
+    """Ends the script if it has nothing more to compile. Collective."""
     global _calls
     if not ASKED or not (limit := int(os.environ[CALLS])):
         return

@@ -1,4 +1,4 @@
-"""What becomes of a call that fails on one rank: all ranks are told, and go on together or not at all.
+"""Handles a call that fails on one rank: all ranks are told, and either all go on or none does.
 
 | it failed                                                   | the other ranks                 | afterwards         |
 |-------------------------------------------------------------|---------------------------------|--------------------|
@@ -9,8 +9,9 @@
 | after the last collective (an update), in a collective, by  | raise `RankError` in this call, | nobody can: every  |
 | an interrupt, or inside a CUDA graph                        | or in their next                | call raises it     |
 
-Nothing is updated before the last collective of a step, so a call that failed before it leaves the state as it was,
-but for the random state of the rank that failed; that ranks can go on rests on `lower.pending_collectives`.
+A step updates nothing before its last collective. So a call that failed before it leaves the state as it was, except
+for the failed rank's random state. That rank still runs the call's collectives (`lower.pending_collectives`), so that
+all can go on.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ class Row:
     """The microbatches since the last update."""
 
     programs: int = 0  # the sum of their programs' numbers, which ranks compare at the next step
-    failure: str | None = None  # why their sums are void on this rank
+    failure: str | None = None  # why this rank's sums are invalid
 
     def end(self) -> None:
         self.programs, self.failure = 0, None
@@ -58,20 +59,20 @@ class FailedCalls:
         self._mesh, self._calls, self._programs, self._copies = mesh, calls, programs, copies
 
     def begin(self, compiled: Compiled) -> bool:
-        """Whether the call that begins can be good here; tells the others if it cannot."""
+        """Whether the call that begins can succeed here. Tells the other ranks if it cannot."""
         if self.row.failure is None or compiled.kind != "last":
             return True
         self._calls.tell(f"{self.row.failure}\n{DROPPED}")
         return False
 
     def handle(self, compiled: Compiled, state: State, error: BaseException, ran: bool, called: str) -> BaseException:
-        """What this rank raises for the error, once the others are told. ``ran``: whether the program was started;
-        ``called``: the call, with the rates it goes by, as a person is told of it."""
+        """Tells the other ranks of the error. Returns what this rank raises. ``ran``: whether the program was started;
+        ``called``: the call and its rates, as text for people."""
         if isinstance(error, RankError | Unanimous):
             return error
         if (reason := self._calls.parting(error)) is not None:
             return RankError(reason)
-        if isinstance(error, RuntimeError) and DISAGREE in str(error):  # all ranks are here
+        if isinstance(error, RuntimeError) and DISAGREE in str(error):  # every rank raised this
             return RankError(self._heard(compiled, state) or different(dict(enumerate(exchange(called, self._mesh)))))
         if isinstance(error, RuntimeError) and OTHER_BATCHES in str(error):
             dropped = f" {self._drop(state)}" if compiled.kind == "last" else ""
@@ -85,10 +86,10 @@ class FailedCalls:
             return error
         assert place is not None
         if isinstance(error, torch.OutOfMemoryError):
-            traceback.clear_frames(error.__traceback__)  # what they hold is room for what follows
+            traceback.clear_frames(error.__traceback__)  # frees the tensors that they hold
         if self._mesh.world == 1 or (not place.owed and compiled.kind == "forward"):
             return error
-        other = self._calls.told()  # whose failure may be why this rank failed
+        other = self._calls.told()  # the failure of another rank may have caused this one
         try:
             if other is None:
                 self._calls.tell(what)
@@ -101,9 +102,9 @@ class FailedCalls:
         return error if other is None else RankError(other)
 
     def take_part(self, state: State, call: Posted, quiet: bool) -> bool:
-        """Goes through the collectives of a call that the others are in, if it is known here.
+        """Runs the collectives of a call that the other ranks are in, if that call's program is known here.
 
-        ``quiet``: whether it may be one in which they do not learn of it.
+        ``quiet``: whether to take part even where the others do not learn of the failure.
         """
         compiled = self._programs.running(call.label, call.wire)
         if compiled is None or (compiled.kind == "forward" and not quiet):
@@ -131,14 +132,14 @@ class FailedCalls:
         compiled.pending.finish(place, given)
 
     def _heard(self, compiled: Compiled, state: State) -> str | None:
-        """What another rank told of this call, or this rank the others. The sums of a row that failed go."""
+        """The reason that another rank, or this one, gave for this call's failure. Drops the sums of a failed row."""
         told = self._calls.told()
         if told is not None and compiled.kind == "last" and DROPPED in told:
             self._drop(state)
         return told
 
     def _drop(self, state: State) -> str:
-        """The sums of a row that failed go; what is said of it."""
+        """Drops the sums of a row that failed. Returns the sentence that says so."""
         self.row.end()
         for total in state.sums.values():
             total.zero_()
@@ -146,7 +147,7 @@ class FailedCalls:
         return DROPPED
 
     def _for_good(self, compiled: Compiled, place: Position | None, error: BaseException) -> str | None:
-        """Why nobody can go on, if so."""
+        """The reason why no rank can go on; None if all can."""
         alone = self._mesh.world == 1
         if place is None:
             return f"It broke off where nobody can tell how far it came. {HALF}"

@@ -1,11 +1,11 @@
-"""A program's inputs and outputs by place: what is looked up once, so that a step is a straight line.
+"""A program's inputs and outputs by place. They are looked up once, so that a step runs straight through.
 
     inputs   shard 0 | shard 1 | batch [0] | state ...      each held by somebody, under a name
     outputs  loss | norm | ...                              by index
 
-Who holds an input is a dictionary of the state, bound when a state is seen for the first time, or the list of the
-batch's leaves. The state's tensors are looked up again in every call, so that a tensor that was put into the state is
-the one that is used: all that one holds by one call of C, and one more puts them in the program's order.
+An input comes from a dictionary of the state, which is bound when a state is first seen, or from the list of the
+batch's leaves. Each call looks the state's tensors up again, so that it uses a tensor that was put into the state
+meanwhile. One call of C gets all tensors of a dictionary, and one more puts them in the program's order.
 """
 
 from __future__ import annotations
@@ -39,7 +39,8 @@ class InputBinding:
         self._in_order: Callable[[Any], tuple[Any, ...]] = tuple
 
     def inputs(self, leaves: Sequence[Any], bound: object, holders: Holders) -> Sequence[Any]:
-        """The inputs. ``holders`` gives who holds them, by kind, and is asked when ``bound`` is another object."""
+        """The inputs. ``holders`` returns the dictionaries by kind; it is called when ``bound`` is another object than
+        before."""
         if bound is not self._bound:
             self._bound = bound
             self._arrange(list(self._pair(holders())))
@@ -53,11 +54,11 @@ class InputBinding:
         return self._in_order(found)
 
     def forget(self) -> None:
-        """Who holds the inputs is asked again."""
+        """Forgets the dictionaries, so that the next call asks for them again."""
         self._bound = None
 
     def _arrange(self, pairs: Sequence[tuple[Any, Any]]) -> None:
-        """From whom to ask for what, and how to order what they give."""
+        """Works out which names to take from which dictionary, and how to put the tensors in order."""
         by_holder: dict[int, list[int]] = {}
         for place, (holder, _) in enumerate(pairs):
             by_holder.setdefault(id(holder), []).append(place)
@@ -80,7 +81,7 @@ class InputBinding:
 
 
 def _getter(names: list[Any]) -> Callable[[Any], tuple[Any, ...]]:
-    """A function that gives what something holds under these names, as a tuple."""
+    """A function that returns an object's items of these names, as a tuple."""
     if len(names) > 1:
         return itemgetter(*names)
     (name,) = names
@@ -88,14 +89,14 @@ def _getter(names: list[Any]) -> Callable[[Any], tuple[Any, ...]]:
 
 
 def flatten(batch: tuple[Any, ...], named: dict[str, Any]) -> tuple[Sequence[Any], object]:
-    """The leaves of a batch, and something that is equal for batches of the same structure."""
+    """The leaves of a batch, and a value that is equal for batches of the same structure."""
     if not named and {*map(type, batch)} == {torch.Tensor}:
         return batch, len(batch)
     return pytree.tree_flatten((batch, named))
 
 
 def same_tensors(tensors: Sequence[torch.Tensor]) -> tuple[int, ...]:
-    """Empty where all are different objects; else, for each, the first that is the same object."""
+    """Empty if all are different objects. Otherwise, for each tensor, the first one that is the same object."""
     found = list(map(id, tensors))
     return () if len(set(found)) == len(found) else tuple(map(found.index, found))
 
@@ -103,7 +104,7 @@ def same_tensors(tensors: Sequence[torch.Tensor]) -> tuple[int, ...]:
 def replaced(
     batch: tuple[Any, ...], named: dict[str, Any], others: Mapping[int, torch.Tensor]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The batch with these tensors in the place of its own, by their identity."""
+    """The batch with these tensors instead of its own, matched by identity."""
     return pytree.tree_map_only(torch.Tensor, lambda tensor: others[id(tensor)], (batch, named))
 
 
@@ -114,9 +115,9 @@ def check_arguments(
     named: Mapping[str, Any],
     method: str = "forward",
 ) -> None:
-    """Raises ``ValueError`` that says what is expected and what was given. ``method``: of the model, what is called.
+    """Raises ``ValueError`` that says what is expected and what was given. ``method``: the called method's name.
 
-    A model whose hooks may change its arguments, and a function without a signature, are not checked.
+    A model with hooks that may change its arguments is not checked, nor is a function without a signature.
     """
     called: Any = model if loss is None else loss
     name = f"{type(model).__name__}.{method}" if loss is None else f"the loss, {getattr(loss, '__name__', 'loss')}"

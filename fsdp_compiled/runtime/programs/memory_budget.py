@@ -1,5 +1,5 @@
-"""A step that fits into `Policy.memory_gb`: gathers less far ahead, then saved values computed again or sent to host
-memory, then fewer units alive, until the predicted peak does.
+"""Makes a step fit into `Policy.memory_gb`. It gathers less far ahead, then recomputes saved values or sends them to
+host memory, then keeps fewer units alive, until the predicted peak fits.
 
     prefetch=2, limit as it comes         predicted peak 1.31 GiB
     prefetch=1                                           1.19 GiB
@@ -7,12 +7,12 @@ memory, then fewer units alive, until the predicted peak does.
     14 of 96 saved values made again                     0.99 GiB    <- the first within memory_gb=1
     96 of 96, limit=2                                    0.61 GiB
 
-In this order because gathering ahead costs nothing but memory, making values again costs compute, and a lower limit
-gathers again. Which values, a knapsack chooses: the least time for so many bytes (`analysis.saved_values`), each value
-the cheaper way: made again, or in host memory meanwhile, where the device has memory of its own (`storable`). What a
-choice brings is not the sum of its bytes, since what is made again is alive in backward; so more is chosen until the
-program that comes of it, with all its passes and fusions, is predicted to fit. Only what the policy leaves on
-``"auto"`` is touched.
+The order follows the price: gathering ahead costs only memory, recomputing costs compute, and a lower limit gathers
+again. A knapsack chooses the values: the least time for so many bytes (`analysis.saved_values`). Each value takes the
+cheaper way: recomputed, or kept in host memory meanwhile, where the device has memory of its own (`storable`). A choice
+does not save the sum of its bytes, since recomputed values are alive in backward. So more values are chosen until the
+resulting program, with all its passes and fusions, is predicted to fit. Only fields that the policy leaves on
+``"auto"`` are changed.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ log = logging.getLogger("fsdp_compiled")
 GIB = 2**30
 
 
-# How much more than what is missing is chosen to be made again, try by try; then all that can be. Where all is not
-# enough, the least may lie below what is missing, since what is made again is alive together: so parts of all, too.
+# Factors of the missing bytes that are recomputed, try by try; then everything that can be. If that is not enough, the
+# least peak may come with less, since recomputed values are alive together: so parts of everything are tried, too.
 MORE = (1.0, 1.5, 2.25, 3.5)
 FEWER = (3 / 4, 1 / 2, 1 / 4)
 
@@ -54,12 +54,12 @@ class _Tried:
 
 @dataclass(frozen=True)
 class _Budget:
-    """What is asked for: of which plan, made by which passes, and how its memory is predicted."""
+    """What has to fit: the plan, the passes that made its program, and how memory is predicted."""
 
     plan: Plan
     predict: Callable[[Program], Memory]
     transforms: Sequence[passes.Pass]
-    host: bool  # whether values may wait in host memory
+    host: bool  # whether values may be kept in host memory
 
     @property
     def nbytes(self) -> int:
@@ -70,8 +70,8 @@ class _Budget:
         return f"memory_gb={self.plan.policy.memory_gb:g}"
 
     def made(self, done: Sequence[Program], policy: Policy, rest: Sequence[passes.Pass], how: str) -> _Tried | None:
-        """These stages, and what the rest of the passes makes of the last of them under this policy; None where a node
-        reads more units than may be alive, or memory is not predicted."""
+        """These stages, and what the rest of the passes make of the last one under this policy. None where a node reads
+        more units than may be alive, or memory is not predicted."""
         stages: list[Program] = []
         try:
             program = passes.run(done[-1], replace(self.plan, policy=policy), rest, stages.append)
@@ -88,12 +88,12 @@ def fit(
     transforms: Sequence[passes.Pass] = (),
     host: bool = False,
 ) -> list[Program]:
-    """The stages, with other last ones if the program is over the budget.
+    """The stages, with the last ones replaced if the program is over the budget.
 
-    ``predict``: the memory of what will run, which is the program fused. What was chosen is in its notes. The last
-    stages are those of `passes.SCHEDULING`; ``transforms`` are all the passes that made them: without, nothing is
-    computed again. ``host``: values may wait in host memory. Where nothing fits, it is the least there is, with a
-    warning; where memory cannot be predicted, nothing is chosen by it, with a warning.
+    ``predict``: the memory of the program that will run, after fusions. The program's notes say what was chosen. The
+    last stages are those of `passes.SCHEDULING`; ``transforms``: all the passes that made the stages; without them,
+    nothing is recomputed. ``host``: values may be kept in host memory. If nothing fits, the result is the smallest
+    program, with a warning. If memory cannot be predicted, the stages stay as they are, with a warning.
     """
     if plan.policy.memory_gb is None:
         return list(stages)
@@ -124,7 +124,7 @@ def fit(
 
 
 def _less_and_less(first: _Tried, budget: _Budget) -> Iterator[_Tried]:
-    """Programs that take less memory, each at a higher price than the one before."""
+    """Programs that take less and less memory, each at a higher price than the one before."""
     policy, made = budget.plan.policy, list(first.stages)
     before = made[: -len(passes.SCHEDULING)]
     for policy in _less_ahead(budget.plan):
@@ -154,7 +154,8 @@ def _less_and_less(first: _Tried, budget: _Budget) -> Iterator[_Tried]:
 
 
 def _less_ahead(plan: Plan) -> Iterator[Policy]:
-    """On CPUs what is chosen gathers ahead only where that takes nothing."""
+    """Policies that gather fewer units ahead. None on CPUs, where ``"auto"`` gathers ahead only where that takes no
+    memory."""
     policy = plan.policy
     if policy.prefetch == "auto" and plan.device.type != "cpu":
         most = policy.limit if isinstance(policy.limit, int) else MOST_AHEAD
@@ -170,7 +171,7 @@ def _fewer_alive(policy: Policy, alive: int) -> Iterator[Policy]:
 
 
 def _values_freed(first: _Tried, budget: _Budget) -> Iterator[tuple[list[Saved], str]]:
-    """Values that forward keeps no longer, more of them each time, and what that is called."""
+    """Values that forward need not keep, more of them each time, with a description."""
     done = _recomputed(first.stages)
     if not done or not _from_recompute(budget.transforms):
         return
@@ -185,7 +186,7 @@ def _values_freed(first: _Tried, budget: _Budget) -> Iterator[tuple[list[Saved],
 
 
 def _candidates(program: Program, budget: _Budget) -> list[Saved]:
-    """What can be made again or stored, each value the cheaper way."""
+    """The values that can be recomputed or kept in host memory, each in the cheaper way."""
     recompute = budget.plan.policy.recompute
     again = {value.name: value for value in saved_values(program, budget.plan)} if recompute == "auto" else {}
     stored = storable(program, budget.plan, again) if budget.host and recompute != "unit" else []
@@ -209,7 +210,7 @@ def _said(chosen: Sequence[Saved], count: int) -> str:
 
 
 def _recomputed(stages: Sequence[Program]) -> int:
-    """How many stages there are before `recompute`; 0 where it did not run."""
+    """The number of stages before `recompute`; 0 if it did not run."""
     return next((at for at, one in enumerate(stages) if one.history and one.history[-1] == "recompute"), 0)
 
 

@@ -1,10 +1,10 @@
-"""While many objects are made that stay, Python's collector does not look through them.
+"""Stops Python's garbage collector while many long-lived objects are made.
 
     compile_sharded   takes a model over      tens of objects a parameter
     the first call    makes a program         a million
 
-To look through them for garbage, again and again, takes a tenth of that time. They count as old at once, which else
-takes a look at each; what is garbage among them waits for a collection of all.
+Searching them for garbage again and again takes a tenth of that time. Afterwards all of them count as old at once,
+where Python would look at each first. Garbage among them waits for a full collection.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-_grown = {"program": -1, "model": -1}  # of what was made, at how many collections of all it last grew old at once
+_grown = {"program": -1, "model": -1}  # for each, the number of full collections when its objects were last made old
 
 
 @contextmanager
 def no_collection(of: str = "program") -> Iterator[None]:
-    """Inside, garbage is not looked for."""
+    """A context without garbage collection."""
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -30,9 +30,9 @@ def no_collection(of: str = "program") -> Iterator[None]:
 
 
 def _grow_old(of: str) -> None:
-    """Once between two collections of all, so that no more waits than what one program leaves, and one model."""
+    """Makes objects old, once between two full collections: at most one program's and one model's garbage waits."""
     collections = gc.get_stats()[-1]["collections"]
-    if collections != _grown[of] and not gc.get_freeze_count():  # what the user froze stays so
+    if collections != _grown[of] and not gc.get_freeze_count():  # objects that the user froze stay frozen
         _grown[of] = collections
         gc.freeze()
         gc.unfreeze()

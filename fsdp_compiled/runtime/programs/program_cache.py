@@ -1,4 +1,4 @@
-"""The programs of a sharded model: which one a call runs, found by what the call looks like, or compiled by all ranks.
+"""The programs of a sharded model. A call finds its program by what the call looks like, or all ranks compile one.
 
     step (float32[8, 6])          program 1, compiled
     step (float32[8, 6])          program 1, found
@@ -6,9 +6,9 @@
     step (float32[3, 6])          program 3, compiled; when `Policy.programs` are kept, the one used the longest time
                                   ago goes
 
-To find a program is each rank's own affair. To compile one is collective: every rank builds it, all compare its text,
-and every rank lowers it; where one of them fails, all do. In a loop of the user's that holds for the first program:
-later ones a rank compiles by itself, and ranks compare what they communicate.
+Each rank finds programs by itself. Compiling is collective: every rank builds the program, all compare its text, and
+every rank lowers it; if one rank fails, all do. In a loop of the user's that holds for the first program. A rank
+compiles later ones by itself, and ranks compare what they communicate.
 """
 
 from __future__ import annotations
@@ -53,14 +53,14 @@ from fsdp_compiled.runtime.programs.request import (
 )
 
 log = logging.getLogger("fsdp_compiled")
-LIBRARIES = (__name__.split(".")[0], "torch", "torchvision")  # whose subclasses of tensors mean what their values do
+LIBRARIES = (__name__.split(".")[0], "torch", "torchvision")  # tensor subclasses of these compute as their values do
 
 
 class Programs:
-    """What was compiled for one model, and is kept."""
+    """The compiled programs of one model that are kept."""
 
     def __init__(self, maker: ProgramMaker, rules: Sequence[Rule], note: str = "") -> None:
-        """``rules``: of the optimizer. ``note``: what labels say besides."""
+        """``rules``: the optimizer's. ``note``: text that labels contain, too."""
         self.rules = tuple(rules)
         self.replays = maker.replays
         self.plan, self.mesh, self.calls = maker.plan, maker.mesh, maker.calls
@@ -70,10 +70,10 @@ class Programs:
         self.module_buffers = ModuleBuffers(maker.taken.model, maker.plan.device)
         self._cached: dict[int, Compiled] = {}  # by number; the last is the one used last
         self._variants: dict[tuple[Any, ...], list[Compiled]] = {}  # of calls that look the same; the first, used last
-        self._asked: set[str] = set()  # attributes that are not PyTorch's, which programs asked tensors for
+        self._asked: set[str] = set()  # attributes unknown to PyTorch that programs read from tensors
         self._written: dict[str, torch.Tensor] = {}  # closed-over tensors that programs write, as they were last seen
         self._moving = MovingSizes() if self.plan.policy.learns_sizes and self.mesh.tp == 1 else None
-        self._revision = 0  # of the rules
+        self._revision = 0  # how often the rules have changed
         self._evicted = 0
 
     @property
@@ -83,7 +83,7 @@ class Programs:
 
     @property
     def cached(self) -> list[Compiled]:
-        """Oldest first."""
+        """The kept programs, the oldest first."""
         return sorted(self._cached.values(), key=lambda compiled: compiled.number)
 
     @property
@@ -92,14 +92,14 @@ class Programs:
 
     @property
     def newest(self) -> Compiled:
-        """The newest that trains; before there is one, the newest that differentiates or runs forward."""
+        """The newest program that trains; if there is none, the newest that differentiates or runs forward."""
         for kind in get_args(Kind):
             if found := [compiled for compiled in self.cached if compiled.kind == kind]:
                 return found[-1]
         raise RuntimeError("Nothing was compiled yet. The first call captures: sharded.step(*batch).")
 
     def retrace(self, rules: Sequence[Rule]) -> None:
-        """Drops the programs that update: the optimizer has other rules."""
+        """Drops the programs that update, as the optimizer's rules have changed."""
         self.rules = tuple(rules)
         self._revision += 1
         for compiled in self.cached:
@@ -107,7 +107,7 @@ class Programs:
                 self._drop(compiled.number)
 
     def find(self, kind: Kind, batch: tuple[Any, ...], named: dict[str, Any], added: Names = frozenset()) -> Request:
-        """The call and its program, if it is kept; raises ``ValueError`` for a call that no program can be made for."""
+        """The call, with its program if it is kept. Raises ``ValueError`` for a call that cannot have a program."""
         policy = self.plan.policy
         seen = policy.lower == "eager" and self.replays.device is None
         global_modes.check(CALLS[kind], kind != "forward", seen, saves=self._called is not None)
@@ -127,7 +127,7 @@ class Programs:
         if request.compiled is not None:
             return request
         if self._moving is not None:
-            compared = self._called is None  # in a loop of its own, a rank may have lengths of its own, as under FSDP2
+            compared = self._called is None  # in the user's loop, ranks may have different lengths, as under FSDP2
             for dims in self._moving.known(request):
                 if (found := look(dims, compared)).compiled is not None:
                     return found
@@ -136,7 +136,7 @@ class Programs:
         return self._incomplete(request)
 
     def _look(self, request: Request, dims: tuple[int, ...]) -> Request:
-        """The request with the program that is kept for it, if there is one, where these dims move."""
+        """The request where these dims may have any size, with the program that is kept for it, if there is one."""
         batch, named = request.batch, request.named
         leaves, spec = flatten(batch, named)
         tensors = request.tensors
@@ -161,12 +161,12 @@ class Programs:
         return request
 
     def has_other_floats(self, request: Request) -> bool:
-        """Whether there are programs for this call with other Python floats among its arguments."""
+        """Whether there are programs for calls that differ from this one only in Python floats."""
         alike = _but_floats(request.key)
         return any(key != request.key and _but_floats(key) == alike for key in self._variants)
 
     def _incomplete(self, request: Request) -> Request:
-        """The request of a program that is to be made, with why those that there are will not do."""
+        """The request for a program that has to be made, with the reasons why none of the kept programs fits."""
         request.buffers = {**request.buffers, **self.module_buffers.scan()}
         request.key = (*request.key[:-1], self.module_buffers.layout)
         request.changed = [self._change(compiled, request) for compiled in self._oldest_first(request.key)]
@@ -174,7 +174,7 @@ class Programs:
         return request
 
     def get(self, request: Request, buffers: Mapping[str, torch.Tensor]) -> Compiled:
-        """The program that was found, or one that is compiled now; ``buffers`` are the model's, as the state has them.
+        """The program that was found, or one that is compiled now. ``buffers``: the model's, as the state holds them.
 
         Collective: the other ranks are told which.
         """
@@ -207,12 +207,12 @@ class Programs:
         return compiled
 
     def running(self, label: str, wire: str) -> Compiled | None:
-        """The program of a call that another rank has posted."""
+        """The program of a call that another rank has posted; None if it is not kept here."""
         label = label.rpartition(ONE_OF)[2]
         return next((one for one in self._cached.values() if (one.label, one.wire) == (label, wire)), None)
 
     def read_closed(self, compiled: Compiled, request: Request, state: Constants) -> None:
-        """Closed-over tensors that have taken others' places are the program's inputs from now on."""
+        """Makes the tensors that replaced closed-over ones the program's inputs from now on."""
         if not request.closed and request.compiled is not None:
             return
         compiled.read_closed(request.closed)
@@ -221,14 +221,14 @@ class Programs:
             if name in now and self._written.get(name) is not now[name]:
                 if name in self._written:
                     state.constants[name] = now[name].detach()
-                elif name in state.constants:  # loaded before there was a program
+                elif name in state.constants:  # it was loaded before there was a program
                     state.constants[name] = _restored(name, now[name].detach(), state.constants[name])
                 self._written[name] = now[name]
 
     # Which program it is.
 
     def _oldest_first(self, key: tuple[Any, ...]) -> list[Compiled]:
-        """The programs of calls that look like this, in the same order on every rank."""
+        """The programs of calls that look like this one, in the same order on every rank."""
         return sorted(self._variants.get(key, ()), key=lambda compiled: compiled.number)
 
     def _check_classes(self, batch: tuple[Any, ...], named: dict[str, Any]) -> None:
@@ -243,7 +243,7 @@ class Programs:
         check_attributes(tensors, self._asked)
 
     def _change(self, compiled: Compiled, request: Request) -> Changed:
-        """Why this program is not for this call."""
+        """The reason why this program does not fit this call."""
         guards = compiled.capture.guards
         if (broken := guards.broken()) is not None:
             what, reason = broken
@@ -272,7 +272,7 @@ class Programs:
         return f"{label} ({self.captures + 1})" if label in self.labels else label
 
     def _version(self, batch: tuple[Any, ...], named: dict[str, Any]) -> str:
-        """What else a program depends on and ranks may differ in: strides, train or eval, and the rules."""
+        """What else a program depends on that may differ between ranks: strides, train or eval mode, and the rules."""
         modes = "".join("01"[module.training] for module in self._taken.model.modules())
         tensors = batch_tensors(batch, named)
         strides = [f", {name} has strides {t.stride()}" for name, t in tensors.items() if not t.is_contiguous()]
@@ -287,10 +287,10 @@ class Programs:
         return "".join(strides) + "".join(same) + training + detail + changed + other
 
     def _make_room(self, label: str) -> None:
-        """Drops the program that rank 0 used the longest time ago, if `Policy.programs` are kept already."""
+        """Drops the program that rank 0 has not used for the longest time, if `Policy.programs` are kept already."""
         if len(self._cached) < self.plan.policy.programs:
             return
-        # Ranks that had a failed call in between may have another order of use, but they have the same programs.
+        # Ranks whose calls failed in between may have used programs in another order, but they have the same programs.
         evicted = self._drop(from_first(next(iter(self._cached)), self.maker.ranks))
         self._evicted += 1
         if self.mesh.rank == 0:
@@ -306,7 +306,7 @@ class Programs:
 
 
 def _restored(name: str, tensor: torch.Tensor, saved: torch.Tensor) -> torch.Tensor:
-    """The closed-over tensor, with the values that a checkpoint has of it."""
+    """The closed-over tensor, filled with its values from a checkpoint."""
     if (tensor.shape, tensor.dtype) != (saved.shape, saved.dtype):
         raise ValueError(
             f"{name} is {tensor.dtype}{list(tensor.shape)}, and {saved.dtype}{list(saved.shape)} in the checkpoint "
@@ -317,5 +317,5 @@ def _restored(name: str, tensor: torch.Tensor, saved: torch.Tensor) -> torch.Ten
 
 
 def _but_floats(key: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Of `Request.key`."""
+    """`Request.key` without the values of Python floats."""
     return key[0], tuple(one[:1] if one[0] is float else one for one in key[1]), *key[2:]

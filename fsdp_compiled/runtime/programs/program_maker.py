@@ -1,6 +1,6 @@
-"""How a program is made: by all ranks of the mesh, each the same, where one that fails is an error on all of them.
+"""Makes a program: all ranks of the mesh make the same one together. If one rank fails, it is an error on all.
 
-In a loop of the user's that holds for the first program: later ones a rank makes by itself (`ProgramMaker.alone`), and
+In a loop of the user's that holds for the first program. A rank makes later ones by itself (`ProgramMaker.alone`), and
 ranks compare what they communicate.
 """
 
@@ -62,14 +62,14 @@ from fsdp_compiled.runtime.programs.request import Request, mismatch
 from fsdp_compiled.runtime.programs.training import Backward, backward_of
 from fsdp_compiled.runtime.rng import check_random
 
-Buffers = Mapping[str, torch.Tensor]  # the model's, by name, as the state has them
-Room = Callable[[], None]  # drops a program for the one that is made
+Buffers = Mapping[str, torch.Tensor]  # the model's buffers, by name, as the state holds them
+Room = Callable[[], None]  # drops a program to make room for the new one
 T = TypeVar("T")
 log = logging.getLogger("fsdp_compiled")
 
 
 class Traceable(Protocol):
-    """A model, and how it is opened for a trace."""
+    """A model, and a way to open it for a trace."""
 
     model: nn.Module
 
@@ -91,10 +91,10 @@ class ProgramMaker:
         replays: Replays | None = None,
         plain: Mapping[str, torch.Tensor] | None = None,
     ) -> None:
-        """``bind``: what a random operator becomes; None: itself, which draws from PyTorch's default generator.
-        ``called``: of a model in a loop of the user's, what calls it, in the place of ``loss``. ``replays``: the
-        graphs, in the place of those of the plan's device. ``plain``: parameters of the model that the plan does not
-        have, by name.
+        """``bind``: what replaces a random operator; None: nothing, so it draws from PyTorch's default generator.
+        ``called``: in a loop of the user's, the function that calls the model, instead of ``loss``. ``replays``: the
+        graphs to use instead of those of the plan's device. ``plain``: parameters of the model that are not in the
+        plan, by name.
         """
         load_named_bundle(mesh.world)
         if plan.device.type == "cpu" and plan.policy.lower == "inductor":
@@ -104,13 +104,13 @@ class ProgramMaker:
         self.replays = replays or Replays(make_device(plan.device, graphs), graphs)
         self.taken, self.plan, self.mesh, self.calls, self.called = taken, plan, mesh, calls, called
         self.loss, self._bind, self._plain = loss, bind, {} if plain is None else plain
-        self._tuned: bool | None = None  # `ProgramSpec.tuned`, where that was asked for good
+        self._tuned: bool | None = None  # `ProgramSpec.tuned`, if it was decided for all programs
         self._begun = False  # whether all ranks have a program
-        self._idle: set[str] = set()  # parameters that were said not to be reached by the loss
-        self.ranks = mesh  # those that make a program now
+        self._idle: set[str] = set()  # parameters that a warning has named as not reached by the loss
+        self.ranks = mesh  # the ranks that make a program now
 
     def compile(self, request: Request, buffers: Buffers, rules: Sequence[Rule], room: Room) -> Compiled:
-        """For all sizes that the request leaves open, or, where that fails on any rank, for its own on all."""
+        """Makes a program for all sizes that the request leaves open; if any rank fails, all do so for their sizes."""
         try:
             return self._compile(request, buffers, rules, room)
         except Interrupted:
@@ -139,7 +139,7 @@ class ProgramMaker:
             self.compare_along_tp(captured)
 
         def build() -> Compiled:
-            moving = reached(captured.program) if spec.kind == "training" else {}  # before passes take it
+            moving = reached(captured.program) if spec.kind == "training" else {}  # before the passes consume it
             made = transform(captured, spec)  # and checked
             made = fit_to_memory(made, memory_of(captured, spec), spec)
             program, known = stages.fuse(made, spec.plan, spec.passes, spec.fusions)  # and checked again
@@ -167,10 +167,11 @@ class ProgramMaker:
         return compiled
 
     def compile_in_loop(self, request: Request, buffers: Buffers, rules: Sequence[Rule], room: Room) -> Compiled:
-        """The first program is made when all ranks make one, by all together where they call alike.
+        """All ranks make the first program at the same time, and together where their calls are alike.
 
-        Later ones a rank makes by itself: others may have theirs, or batches of other lengths. What ranks compare of
-        these is what they communicate. Ranks along tp, whose programs are parts of one, make all together.
+        A rank makes later ones by itself: other ranks may have theirs already, or batches of other lengths. Ranks
+        compare only what these communicate. Ranks along tp, whose programs are parts of one, make all programs
+        together.
         """
         if self.mesh.tp > 1:
             self.meet(request.label)
@@ -202,16 +203,16 @@ class ProgramMaker:
             return self.compile(request, buffers, rules, room)
 
     def _compared(self, made: Compiled) -> str:
-        """What ranks must have in common: all of it, or, in a loop of the user's, what they communicate; there, code
-        may ask which rank it runs on, as under FSDP2."""
+        """The text that ranks must share: the whole program or, in a loop of the user's, what it communicates; code
+        there may ask which rank it runs on, as under FSDP2."""
         if self.called is None or self.mesh.tp > 1:
             return made.program.text()
         parts = (made.split.forward, made.split.backward) if made.split is not None else (made.program,)
         return "\nbackward\n".join("\n".join(part.collectives) for part in parts)
 
     def _spec(self, request: Request, buffers: Buffers, rules: Sequence[Rule]) -> ProgramSpec:
-        """What is to be compiled, with what ranks must know of each other first."""
-        # Ranks may have other sizes; all trace with rank 0's.
+        """What is to be compiled, after ranks exchanged what they must know of each other."""
+        # Sizes may differ between ranks; all trace with those of rank 0.
         hints = traced_with(from_first(request.sizes, self.ranks)) if request.sizes else {}
         tuned = any_rank(chooses_products(), self.mesh) if self._tuned is None else self._tuned
         gloo = tuple(axis for axis, name in backends(self.mesh).items() if name == "gloo")
@@ -223,7 +224,7 @@ class ProgramMaker:
         )  # fmt: skip
 
     def whole(self, compiled: Compiled) -> Backward:
-        """Its backward without communication, made where it is asked for first, by each rank."""
+        """The program's backward without communication. Each rank makes it when it first needs it."""
         if compiled.whole is None:
             assert compiled.split is not None
             program = whole_gradients(compiled.split.backward)
@@ -232,7 +233,7 @@ class ProgramMaker:
         return compiled.whole
 
     def _check_fit(self, compiled: Compiled, request: Request) -> None:
-        """After lowering, which may have asked about sizes as well."""
+        """Checks the sizes again after lowering, which may have added conditions on them."""
         if (reason := mismatch(compiled, request)) is not None:
             raise ValueError(
                 f"The model or the loss asks for certain sizes: the program, traced with rank 0's, is for {reason} on "
@@ -240,20 +241,20 @@ class ProgramMaker:
             )
 
     def _say_idle(self, compiled: Compiled) -> None:
-        """Names the parameters that the loss does not reach, each once."""
+        """Warns of parameters that the loss does not reach, once for each."""
         found = [name for name in compiled.idle if name not in self._idle]
         self._idle.update(found)
         if found and self.called is None and self.mesh.rank == 0:
             log.warning("the loss does not reach %s: no gradient, and no update, for them", ", ".join(found))
 
     def meet(self, label: str) -> None:
-        """What is rare and collective (to compile, to collect the model): all ranks do it, or none."""
+        """Begins something rare and collective (compiling, collecting the model): all ranks do it, or none."""
         self.calls.post(label)
         self.calls.meet(label)
 
     @contextmanager
     def alone(self) -> Iterator[None]:
-        """Inside, this rank makes a program without the others."""
+        """A context in which this rank makes a program without the others."""
         self.ranks = Mesh(self.mesh.device)
         try:
             yield
@@ -261,7 +262,7 @@ class ProgramMaker:
             self.ranks = self.mesh
 
     def compare_along_tp(self, captured: Capture) -> None:
-        """Ranks along the tp axis trace alike, and what is computed of their parts stays with these."""
+        """Checks that ranks along tp trace alike, and that what is computed of a rank's parts stays with them."""
         program, plan = captured.program, self.plan
         self.together(lambda: None, outline=lambda _: program.outline(plan.uneven))
         own = self.together(lambda: digests(program, captured.constants))
@@ -277,7 +278,7 @@ class ProgramMaker:
         self.together(check)
 
     def lower(self, program: Program, boxed: bool = False) -> tuple[Runner, str]:
-        """``boxed``: as a function of one list, out of which it takes its inputs."""
+        """Lowers the program. ``boxed``: to a function of one list, which it empties of its inputs."""
         lowering = self._partition(program)
         pieces = self._compile_pieces(lowering)
         return lowering.boxed(pieces) if boxed else lowering.runner(pieces), lowering.text(pieces)
@@ -289,7 +290,7 @@ class ProgramMaker:
         return lowering
 
     def _compile_pieces(self, lowering: Lowering) -> dict[str, Call]:
-        """Each distinct piece is compiled by one rank of those that share code, for whose cache on disk others wait."""
+        """Compiles each distinct piece on one of the ranks that share code; the others wait for its cache on disk."""
         made: dict[str, Call] = {}
         if lowering.pieces and self.ranks.world > 1:
             place, count = among(self.together(lambda: cache_place(self.plan.device)), self.ranks)
@@ -297,7 +298,7 @@ class ProgramMaker:
         return made | self.together(lambda: compile_all(lowering.pieces))
 
     def _try_kernels(self, program: Program) -> None:
-        """A kernel that fails or errs on any rank's device is replaced by its reference on all: they round alike."""
+        """Where a kernel fails or is wrong on any rank's device, all ranks use its reference, and so round alike."""
         device = self.plan.device
         if not calls_kernels(program):
             return
@@ -322,7 +323,7 @@ class ProgramMaker:
         return not reason
 
     def all_say(self, label: str) -> Callable[[str], list[str]]:
-        """What each rank has to say about a call that all of them make, by rank."""
+        """A function that exchanges one text of each rank about a call that all ranks make; the texts come by rank."""
 
         def exchange_texts(text: str) -> list[str]:
             self.calls.meet(label)
@@ -336,15 +337,15 @@ class ProgramMaker:
         text: Callable[[T], str] = lambda made: "",
         outline: Callable[[T], str] | None = None,
     ) -> T:
-        """What ``make`` makes, if every rank could make it and all made the same; else an error on every rank.
+        """Runs ``make`` on every rank and returns its result. Raises on every rank if one fails, or results differ.
 
-        Ranks along the tp axis, whose parts begin in different places, have the outline in common.
+        Ranks along the tp axis compare only the outline, since their parts begin at different places.
         """
         made: list[T] = []
         failure: BaseException | None = None
         try:
             made.append(make())
-        except BaseException as error:  # one that interrupts, too, would leave the others waiting
+        except BaseException as error:  # interrupts too: the other ranks would wait
             failure = error
         if outline is None or self.mesh.tp == 1:
             agree(self.ranks, "The program", text(made[0]) if made and self.ranks.world > 1 else "", failure)

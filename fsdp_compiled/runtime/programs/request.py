@@ -1,6 +1,6 @@
-"""A request: one call as the program cache looks it up, and why a cached program does not match it.
+"""A request: one call, as the program cache looks it up, and why a cached program does not match it.
 
-Which sizes of the batch change between calls: learned from the programs that were made, under ``dynamic="auto"``.
+Also learns which sizes of the batch change between calls, from the programs that were made, under ``dynamic="auto"``.
 
     step (float32[8, 6])       program 1, for 8 rows
     step (float32[5, 6])       program 2, for every number of rows: they have changed
@@ -8,8 +8,8 @@ Which sizes of the batch change between calls: learned from the programs that we
     step (float32[8, 6])       program 1, still, which knows its size
     step (float32[8, 9])       program 3, for every number of rows and columns
 
-As `torch.compile` does it. What is learned comes from programs alone, and ranks have the same, so that all of them
-decide alike.
+`torch.compile` does the same. All is learned from programs alone, and all ranks have the same programs, so they decide
+alike.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from fsdp_compiled.runtime.programs.compile import Compiled, Kind, label_of
 
 ONE_OF = ", one of "
 
-# What a person called, for messages.
+# What the user called, for messages.
 CALLS: dict[Kind, str] = {
     "step": "step", "last": "step", "accumulate": "accumulate", "gradient": "value_and_grad", "training": "forward",
     "forward": "sharded(...)",
@@ -38,65 +38,65 @@ CALLS: dict[Kind, str] = {
 
 
 class Changed(NamedTuple):
-    """Why a program is not for a call."""
+    """Why a program does not fit a call."""
 
-    label: str  # in few words that are the same on every rank where the same has changed
+    label: str  # a few words, the same on every rank where the same thing has changed
     reason: str
-    quiet: bool = False  # whether it is what one does all the time
+    quiet: bool = False  # whether users do this all the time
 
 
 @dataclass
 class Request:
-    """A call, with what it takes to find its program, and the program if there is one."""
+    """A call, with all that finding its program needs, and the program if there is one."""
 
     kind: Kind
     batch: tuple[Any, ...]
     named: dict[str, Any]
     leaves: Sequence[Any]  # of the batch
     modes: GlobalModes  # the modes of the caller
-    buffers: Mapping[str, torch.Tensor | None]  # of the model that are others now
-    added: Names = frozenset()  # parameters that have gradients in the sums which a last microbatch ends
-    rows: int = 0  # that count, where ranks are weighed by them
+    buffers: Mapping[str, torch.Tensor | None]  # the model's buffers that were replaced
+    added: Names = frozenset()  # parameters with gradients in the sums that a last microbatch ends
+    rows: int = 0  # the batch's rows, where ranks are weighed by them
     sizes: Sizes = field(default_factory=dict)
     key: tuple[Any, ...] = ()
     compiled: Compiled | None = None
-    changed: Sequence[Changed] = ()  # why the programs of this shape that there are will not do
+    changed: Sequence[Changed] = ()  # why the kept programs of this shape do not fit
     label: str = ""
-    closed: Mapping[str, torch.Tensor] = field(default_factory=dict)  # that a program closes over, and are others now
-    posted: bool = False  # whether the others know of the call
-    instead: Request | None = None  # the same for these sizes alone, where no program can be made for several
-    compared: bool = False  # whether its sizes, which the program leaves open, must be those of the other ranks
+    closed: Mapping[str, torch.Tensor] = field(default_factory=dict)  # tensors a program closes over that were replaced
+    posted: bool = False  # whether the other ranks know of the call
+    instead: Request | None = None  # the request for these sizes alone, if no program fits several
+    compared: bool = False  # whether its open sizes must be the same on all ranks
 
     @property
     def tensors(self) -> list[torch.Tensor]:
-        """Of the batch."""
+        """The tensors of the batch."""
         return [leaf for leaf in self.leaves if isinstance(leaf, torch.Tensor)]
 
     @property
     def but_sizes(self) -> tuple[Any, ...]:
-        """All that the call has but the sizes of its tensors."""
+        """The key of the call without the sizes of its tensors."""
         kind, described, *rest = self.key
         leaves = zip(self.leaves, described, strict=True)
         kinds = [(one.dtype, one.device, one.dim()) if isinstance(one, torch.Tensor) else said for one, said in leaves]
         return (kind, tuple(kinds), *rest)
 
     def said(self, label: str) -> str:
-        """What the other ranks are told of a call of this program: ``step (float32[8, 6]), one of step (...)``."""
+        """What other ranks are told of this call: ``step (float32[8, 6]), one of step (...)``."""
         return f"{label_of(self.kind, self.batch, self.named, {})}{ONE_OF}{label}" if self.compared else label
 
     def number(self, compiled: Compiled) -> int:
-        """What ranks compare of a call of this program."""
+        """The number that ranks compare at a call of this program."""
         sizes = zlib.crc32(repr(sorted(self.sizes.items())).encode()) if self.compared else 0
         return compiled.number + sizes
 
     def give_up_sizes(self) -> None:
-        """No program serves several: this is the request for these sizes alone."""
+        """Turns this into the request for these sizes alone, as no program serves several."""
         assert self.instead is not None
         self.__dict__.update(vars(self.instead) | {"posted": self.posted})
 
 
 def mismatch(compiled: Compiled, request: Request) -> str | None:
-    """Why this program is not for a batch of these sizes."""
+    """The reason why this program does not fit a batch of these sizes."""
     now = tuple(request.sizes.values())
     if now in compiled.fitting:
         return None
@@ -116,7 +116,7 @@ def differentiable(batch: Mapping[str, torch.Tensor]) -> str:
 
 
 def full(limit: int, new: str, evicted: str, kept: Collection[str], count: int) -> str:
-    """What is said when a program is dropped for another; the cures once."""
+    """The message when a program is dropped for another. Advice is given only the first time."""
     text = f"compiling {new}: {limit} programs are kept (Policy.programs), so that of {evicted} was dropped"
     if count > 1:
         return f"{text} ({count} so far)"
@@ -129,30 +129,30 @@ def full(limit: int, new: str, evicted: str, kept: Collection[str], count: int) 
 
 
 Dims = tuple[int, ...]
-KEPT = 256  # kinds of calls that are remembered
+KEPT = 256  # kinds of calls that are remembered at most
 
 
 @dataclass
 class _Seen:
-    """Of calls that differ in sizes alone."""
+    """What is known of calls that differ in sizes alone."""
 
-    last: list[torch.Tensor]  # the tensors of the last one that a program was made for, without memory
-    moving: list[Dims] = field(default_factory=list)  # the dims that programs were made for, the newest last
+    last: list[torch.Tensor]  # the tensors of the last call that a program was made for, on meta
+    moving: list[Dims] = field(default_factory=list)  # the open dims of each program that was made, the newest last
     fixed: bool = False  # whether no program can serve several sizes
 
 
 class MovingSizes:
-    """What is known of the sizes of one model's calls."""
+    """What is known of the sizes in one model's calls."""
 
     def __init__(self) -> None:
-        self._seen: dict[Any, _Seen] = {}  # by all that calls have but their sizes
+        self._seen: dict[Any, _Seen] = {}  # by `Request.but_sizes`
 
     def known(self, request: Request) -> Sequence[Dims]:
-        """The dims that there are programs for, of calls like this one, the newest first."""
+        """The open dims of the programs for calls like this one, the newest first."""
         return () if (seen := self._seen.get(request.but_sizes)) is None else seen.moving[::-1]
 
     def changed(self, request: Request) -> Dims:
-        """The dims that a program for this call should leave open; none: it is for these sizes."""
+        """The dims that a program for this call should leave open; none for a program of these sizes alone."""
         seen = self._seen.get(request.but_sizes)
         if seen is None or seen.fixed:
             return ()
@@ -164,7 +164,7 @@ class MovingSizes:
         return ()
 
     def made(self, request: Request, program: Program, several: bool) -> None:
-        """A program was made for this call; ``several``: one for several sizes was asked for."""
+        """Notes that a program was made for this call; ``several``: whether it was to fit several sizes."""
         dims = tuple(request.sizes)
         given = batch_tensors(request.batch, request.named)
         fixed = several and not (dims and stay_open(program, given, request.sizes))
@@ -179,7 +179,7 @@ class MovingSizes:
 
 
 def _alike(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], dims: Dims) -> bool:
-    """Whether the two calls are one where these dims move."""
+    """Whether the two calls look the same if these dims are left open."""
     sizes = [sizes_of(dims, tensors) for tensors in zip(*pairs, strict=True)]
     return all(len(one) == len(dims) for one in sizes) and all(
         layout(one, sizes[0])[:3] == layout(other, sizes[1])[:3] for one, other in pairs

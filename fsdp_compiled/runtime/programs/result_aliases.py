@@ -2,13 +2,13 @@
 
     return y, self.bank, x.view(4, 2), y.t()    1: buffer bank    2: view(batch 0)    3: t(result 0)
 
-A program returns new tensors. Whoever writes to such a result writes to the other in eager PyTorch: so the others are
-returned, and views of them are made again by the operators that forward called. Not of what forward wrote in place, nor
-of views whose sizes move or of which no result is the whole: these are copies.
+A program returns new tensors. In eager PyTorch a write to such a result is a write to the tensor that it aliases. So
+that tensor itself is returned, or a view of it, made again by the operators that forward called. Results are copies
+where forward wrote in place, where sizes of views move, and where a view's base is neither an input nor a result.
 
-A result without a gradient (``y.detach()``) shares the other's memory alone. One whose gradient does not simply join
-the other's is a copy: an `autograd.Function` that reverses a gradient returns a view, which autograd must not see as
-one.
+A result without a gradient (``y.detach()``) shares only the other's memory. A result whose gradient does not simply add
+to the other's is a copy: an `autograd.Function` that reverses a gradient returns a view, which autograd must not take
+for one.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from fsdp_compiled.ir.program import Port, Program
 
 aten = torch.ops.aten
 GIVEN = ("batch", "buffer", "plain")
-# How a derivative by a view becomes one by what it views, beside views: zeros around it.
+# Operators besides views that turn a view's gradient into that of its base: they put zeros around it.
 WIDENING = (
     aten.clone.default, aten._unsafe_view.default, aten.slice_backward.default, aten.select_backward.default,
     aten.slice_scatter.default, aten.select_scatter.default,
@@ -32,8 +32,8 @@ WIDENING = (
 
 
 class Alias(NamedTuple):
-    """A result, what it is or is a view of (the place of an input, or another result), and the views in between.
-    ``detached``: whether it has no gradient."""
+    """A result and what it aliases: the place of an input, or another result, and the views between them. ``detached``:
+    whether the result has no gradient."""
 
     result: Port
     of: int | Port
@@ -42,7 +42,7 @@ class Alias(NamedTuple):
 
 
 def aliases_of(program: Program, inputs: Sequence[Port], copies: int) -> tuple[Alias, ...]:
-    """``copies``: how many clones of each result the trace made (`capture.captured.Objective`)."""
+    """Finds the aliases. ``copies``: how many clones of each result the trace made (`capture.captured.Objective`)."""
     nodes = program.inputs
     written = {origin(target) for node in program.graph.nodes for target in mutated(node)}
     places = {nodes[port]: place for place, port in enumerate(inputs) if port in nodes and port.kind in GIVEN}
@@ -68,11 +68,11 @@ def aliases_of(program: Program, inputs: Sequence[Port], copies: int) -> tuple[A
             if sums[-1] not in joins[port]:
                 continue
         found.append(Alias(port, of, tuple(reversed(views)), bool(joins) and port not in joins))
-    return tuple(sorted(found, key=lambda one: bool(one.views)))  # what others are views of first
+    return tuple(sorted(found, key=lambda one: bool(one.views)))  # the bases of views first
 
 
 def shared(values: dict[Port, Any], inputs: Sequence[Any], aliases: Sequence[Alias]) -> Mapping[Port, Any]:
-    """The results, with those that share memory with others in their places."""
+    """The results, with each alias replaced by the tensor it aliases, or a view of that."""
     for alias in aliases:
         tensor = inputs[alias.of] if isinstance(alias.of, int) else values[alias.of]
         if alias.detached and tensor.requires_grad:
@@ -88,7 +88,7 @@ def _gradient(port: Port) -> Port:
 
 
 def _joins(tangent: fx.Node) -> list[fx.Node | None]:
-    """The derivative by a result, and what it becomes while it is only viewed, widened and added to others."""
+    """A result's gradient, and what it becomes while it is only viewed, widened or added to other gradients."""
     found: list[fx.Node | None] = [tangent]
     node = tangent
     while len(node.users) == 1:
@@ -101,7 +101,7 @@ def _joins(tangent: fx.Node) -> list[fx.Node | None]:
 
 
 def _without(node: fx.Node, copies: int) -> fx.Node | None:
-    """What was cloned so many times; None where it was not."""
+    """The node before so many clones; None if it was not cloned so often."""
     for _ in range(copies):
         if node.target is not aten.clone.default or node.kwargs:
             return None

@@ -1,7 +1,7 @@
-"""The program after each pass. The last alone is kept: what is between is made again where somebody looks at it.
+"""The program after each pass. Only the last is kept: the others are made again when somebody looks at them.
 
-A step of 96 layers has 15,000 nodes, and some seven passes, of which each would leave a copy behind. Passes are pure:
-what they make again is what they made, name for name.
+A step of 96 layers has 15,000 nodes and some seven passes, each of which would leave a copy. Passes are pure: running
+them again gives the same program, name for name.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from fsdp_compiled.plan.plan import Plan
 
 @dataclass(frozen=True)
 class Stages:
-    """``first``: those that are there, from the captured program on, as far as they are; ``last``: of these the last,
-    made again; ``rest``: the passes that follow on it."""
+    """``first``: the kept stages but the last, from the captured program on; ``last``: makes the last kept stage again;
+    ``rest``: the passes that follow it."""
 
     first: tuple[Program, ...]
     last: Callable[[], Program]
@@ -28,7 +28,7 @@ class Stages:
     plan: Plan
 
     def until(self, program: Program) -> tuple[Program, ...]:
-        """All of them, from the captured program to this one, which they end in."""
+        """All stages from the captured program to this program, which is the last."""
         made: list[Program] = []
         with outside_modes():
             passes.run(self.last(), self.plan, self.rest, made.append)
@@ -39,15 +39,15 @@ class Stages:
 
 @dataclass(frozen=True)
 class Transformed:
-    """``captured``: the captured program, made again. ``stages``: what the last of the passes made; under a memory
-    budget, which may run some of them again, what each made, after the captured one."""
+    """``captured``: makes the captured program again. ``stages``: the result of the last pass alone; under a memory
+    budget, which may run some passes again, the captured program and the result of each pass."""
 
     captured: Callable[[], Program]
     stages: list[Program]
 
 
 def transform(captured: Program, plan: Plan, transforms: Sequence[Pass]) -> Transformed:
-    """What the passes make of a captured program, whose graph they take."""
+    """Runs the passes on a captured program. They consume its graph."""
     if plan.policy.memory_gb is None:
         kept = Kept(captured)
         made = passes.run(replace(captured, donated=True), plan, transforms, again=kept.program)
@@ -58,7 +58,7 @@ def transform(captured: Program, plan: Plan, transforms: Sequence[Pass]) -> Tran
 
 
 def fuse(made: Transformed, plan: Plan, transforms: Sequence[Pass], fusions: Sequence[Pass]) -> tuple[Program, Stages]:
-    """What the fusions make of the last of these stages, and all that led there. ``transforms``: what made them."""
+    """Runs the fusions on the last of these stages. Also returns all stages. ``transforms``: what made them."""
     last = made.stages[-1]
     if plan.policy.memory_gb is not None:
         known = Stages(tuple(made.stages[:-1]), lambda: last, tuple(fusions), plan)

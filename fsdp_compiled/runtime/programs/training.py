@@ -1,7 +1,7 @@
-"""What the forwards and backwards of a training program look up, found once: places instead of ports.
+"""What forwards and backwards of a training program need to look up, found once: places instead of ports.
 
-A run in a loop of the user's is two calls with Python between them, whose time is the host's alone: nothing here is
-asked of the graphs again.
+A run in a loop of the user's is two calls with Python between them, which costs time on the host alone. So nothing here
+looks at the graphs again.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from fsdp_compiled.lower.split_forward_backward import SplitProgram, flat_gradie
 
 @dataclass(frozen=True)
 class Backward:
-    """A backward that can run. Places among its outputs: ``gradients``, of flat buffers by key, reduced or whole, and
-    ``others``, of inputs by name."""
+    """A backward that can run. ``gradients``: the outputs' places of flat buffers' gradients, reduced or whole, by key;
+    ``others``: those of inputs' gradients, by name."""
 
     runner: Boxed
     gradients: Mapping[str, int]
@@ -40,9 +40,9 @@ def backward_of(program: Program, runner: Boxed) -> Backward:
 
 @dataclass(frozen=True)
 class Tangent:
-    """A derivative that backward reads: of the result in this ``place``, in the layout that it was traced in.
+    """A result's gradient that backward reads. ``place``: of the result. It is read in the layout that was traced.
 
-    ``stride``: as traced; None where sizes move, and then ``order``: the dims from slowest to fastest.
+    ``stride``: as traced; None if sizes may change: then ``order`` has the dims from slowest to fastest.
     """
 
     place: int
@@ -52,7 +52,7 @@ class Tangent:
     order: tuple[int, ...]
 
     def laid_out(self, given: torch.Tensor | None, sizes: Sequence[int]) -> torch.Tensor:
-        """This derivative in that layout; zeros where there is none."""
+        """This gradient in the traced layout; zeros if there is none."""
         if given is None:
             return torch.zeros(tuple(sizes), dtype=self.dtype, device=self.device)
         stride = self.stride
@@ -67,7 +67,7 @@ class Tangent:
 
 
 def _tangent(place: int, traced: torch.Tensor) -> Tangent:
-    # Symbols are looked at, not asked: a comparison would make the program be for these sizes alone.
+    # Reads the hints of symbols: a comparison of symbols would fix the program to these sizes.
     sizes = [one.node.hint if isinstance(one, torch.SymInt) else one for one in (*traced.shape, *traced.stride())]
     moves = any(isinstance(one, torch.SymInt) for one in (*traced.shape, *traced.stride()))
     strides = sizes[traced.dim() :]
@@ -77,10 +77,10 @@ def _tangent(place: int, traced: torch.Tensor) -> Tangent:
 
 @dataclass(frozen=True)
 class Training:
-    """``sources``: of each thing saved, its place among inputs and outputs together; ``shards``: of these, the ones
-    that are shards; ``tangents``: the derivatives that backward reads; ``constant``: the places of the other results;
-    ``others``: inputs that have gradients beside the sharded parameters, by name, and their places; ``units``: those
-    of whose parameters this gives gradients; ``read``: the parameters that backward reads, by name.
+    """``sources``: for each saved value, its place among inputs and outputs together; ``shards``: of these places, the
+    shards'; ``tangents``: the gradients of results that backward reads; ``constant``: the places of the other results;
+    ``others``: inputs that have gradients beside the sharded parameters, by name, and their places; ``units``: the
+    units whose parameters get gradients; ``read``: the names of the parameters that backward reads.
     """
 
     backward: Backward
@@ -97,11 +97,11 @@ class Training:
 
     @cached_property
     def moved(self) -> frozenset[str]:
-        """The parameters and inputs that have gradients where all results have derivatives."""
+        """The parameters and inputs that have gradients if all results have gradients."""
         return self.reached(frozenset(range(len(self.results))))
 
     def reached(self, differentiated: frozenset[int]) -> frozenset[str]:
-        """The parameters and inputs that have gradients, where the results in these places have derivatives."""
+        """The parameters and inputs that have gradients if the results at these places have gradients."""
         if differentiated not in self._reached:
             keys = {self.results[place].key for place in differentiated}
             self._reached[differentiated] = frozenset(name for name, moved in self._by_name.items() if moved & keys)
@@ -115,7 +115,7 @@ def training_of(
     reached: Mapping[str, frozenset[str]],
     runner: Boxed,
 ) -> Training:
-    """``inputs``, ``outputs``: of the forward program; ``runner``: the backward one."""
+    """``inputs``, ``outputs``: of the forward program; ``runner``: runs the backward program."""
     places = {port: place for place, port in enumerate(inputs)}
     places |= {port: len(inputs) + place for place, port in enumerate(outputs)}
     results = tuple(port for port in outputs if port.kind == "result")

@@ -1,4 +1,4 @@
-"""A plan for tensor parallelism that nobody wrote: derived from a model's blocks, and tried before it is believed.
+"""Derives a plan for tensor parallelism from a model's blocks, and tests it before it is used.
 
     q, k, v    colwise     a linear layer whose input all ranks have: each computes some of the outputs
     o          rowwise     one whose input is made of those outputs: each rank has a summand, which are added
@@ -7,11 +7,11 @@
     norms of heads, whose gradients are summands: replicated_with_grad_allreduce
     the widest embedding, and the last linear layer outside of the blocks: embedding_rowwise, colwise_gather_output
 
-1. A copy of the model on the meta device is called with tokens or features of our own, as the loss would call it.
+1. A copy of the model on the meta device is called with generated tokens or features, as the loss would call it.
 2. Autograd's graph of a block says which layer's output goes into which. Names say nothing.
-3. The block runs whole and cut on generated weights; outputs and all derivatives are compared. The ranks are rows of
-   one batch there: a cut layer gives each copy of the batch what its rank would have.
-What fails is left whole, and the plan says why. The model itself is never called and never changed.
+3. The block runs whole and cut on generated weights; outputs and all derivatives are compared. Copies of one batch
+   stand for the ranks there: a cut layer gives each copy what its rank would have.
+A layer that fails is left whole, and the plan says why. The model itself is never called and never changed.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from torch.utils import _pytree as pytree
 SUMMED = "replicated_with_grad_allreduce"
 ROWS, TIME = 3, 5  # sizes that no number of heads or ranks is likely to be
 TOLERANCE = 1e-3  # of a tensor's norm; a wrong cut is off by its order
-NOISE = 1e-5  # of the largest gradient's norm; what is zero but for rounding (a key's bias) is as good as equal
+NOISE = 1e-5  # of the largest gradient's norm; gradients that are only rounding (a key's bias) count as equal
 CURE = (
     "A number of heads, or a width, that the code takes for the whole is 1 / {ranks} of it on a rank: write -1 for it "
     "in view, reshape and split, and let {ranks} divide the heads of queries and of keys. Several things in one layer "
@@ -44,8 +44,8 @@ Call = tuple[tuple[Any, ...], dict[str, Any]]  # of a module's forward; tensors 
 
 @dataclass(frozen=True)
 class Derived:
-    """``styles`` by module name; ``left``: what stays whole on every rank though others like it are cut, and why;
-    ``alone``: the linear layers that begin and end nothing."""
+    """``styles`` by module name; ``left``: the layers that stay whole on every rank though others like them are cut,
+    and why; ``alone``: the linear layers that begin and end no cut region."""
 
     styles: Mapping[str, str]
     left: tuple[str, ...]
@@ -53,9 +53,9 @@ class Derived:
 
 
 def derive(model: nn.Module, loss: Loss, ranks: int) -> Derived:
-    """Raises ``ValueError``, with nothing changed, where no call of the model is known or nothing can be cut."""
+    """Derives a plan. Raises ``ValueError``, with nothing changed, if no call works or nothing can be cut."""
     calls, by_hand = _calls(model, loss)
-    modules = dict(model.named_modules())  # a module that hangs in several places once
+    modules = dict(model.named_modules())  # a module in several places appears once
     reasons = dict.fromkeys(by_hand, "its weight is read by other code than its own forward")
     blocks = [name for name in _blocks(model) if name in calls] or [""]
     known: dict[Any, tuple[dict[str, str], dict[str, str]]] = {}
@@ -81,7 +81,7 @@ def derive(model: nn.Module, loss: Loss, ranks: int) -> Derived:
 
 
 def patterns(styles: Mapping[str, str], names: Collection[str]) -> dict[str, str]:
-    """The same by patterns, ``layers.*.up`` for all blocks' where they have one style."""
+    """The same by patterns: ``layers.*.up`` stands for that layer of all blocks, if they have one style."""
 
     def pattern(name: str) -> str:
         return ".".join("*" if part.isdigit() else part for part in name.split("."))
@@ -102,7 +102,7 @@ def _told(reasons: Mapping[str, str], modules: Mapping[str, nn.Module]) -> list[
 
 
 def _blocks(module: nn.Module, prefix: str = "") -> list[str]:
-    """The elements of the outermost lists of modules that are made of others; experts are inside of those."""
+    """The elements of the outermost lists whose modules contain other modules. Experts are inside of such elements."""
     found: list[str] = []
     for name, child in module.named_children():
         elements = {key: one for key, one in child.named_children() if next(one.parameters(), None) is not None}
@@ -115,7 +115,7 @@ def _blocks(module: nn.Module, prefix: str = "") -> list[str]:
 
 
 def _key(block: nn.Module, call: Call) -> Any:
-    """Equal for blocks that one trial speaks for: of the same classes, attributes, hooks, shapes and inputs."""
+    """A key, equal for blocks that share one trial: those of the same classes, attributes, hooks, shapes and inputs."""
 
     def of(value: Any) -> Any:
         if isinstance(value, torch.Tensor):
@@ -136,7 +136,7 @@ def _key(block: nn.Module, call: Call) -> Any:
 
 
 def _copied(module: nn.Module, replacement: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """A copy of the module in which each tensor that it or a module inside of it holds is another one."""
+    """A copy of the module in which ``replacement`` replaces each tensor that it or a module inside of it holds."""
     memo: dict[int, Any] = {}
     for inner in module.modules():
         for value in (*inner._parameters.values(), *inner._buffers.values(), *vars(inner).values()):
@@ -146,7 +146,7 @@ def _copied(module: nn.Module, replacement: Callable[[torch.Tensor], torch.Tenso
 
 
 class _Reads(TorchFunctionMode):
-    """Whose weights are read outside of their own forward. ``owners``: module names by the weight's identity."""
+    """Finds modules whose weights other code reads. ``owners``: module names by the weight's identity."""
 
     def __init__(self, owners: Mapping[int, set[str]]) -> None:
         super().__init__()
@@ -163,11 +163,11 @@ class _Reads(TorchFunctionMode):
 def _calls(model: nn.Module, loss: Loss) -> tuple[dict[str, Call], set[str]]:
     """The first call of each module, in the order of these calls; and the layers whose weights other code reads.
 
-    Raises ``ValueError`` where no call of ours works, with what the first one said.
+    Raises ``ValueError`` if no generated call works, with the error of the first one.
     """
 
     def empty(value: torch.Tensor) -> torch.Tensor:
-        made = torch.empty_like(value.detach(), device="meta")  # frozen ones too may be trained one day
+        made = torch.empty_like(value.detach(), device="meta")  # frozen ones may be trained later
         return nn.Parameter(made, made.is_floating_point()) if isinstance(value, nn.Parameter) else made
 
     first: Exception | None = None
@@ -204,7 +204,7 @@ def _calls(model: nn.Module, loss: Loss) -> tuple[dict[str, Call], set[str]]:
 
 
 def _batches(model: nn.Module, loss: Loss) -> Iterator[tuple[torch.Tensor, ...]]:
-    """Guesses: tokens, or features of the width that the first layer takes; targets like them, or classes of rows."""
+    """Guesses batches: tokens, or features of the first layer's width; targets like these, or a class per row."""
     linear = next((one for one in model.modules() if isinstance(one, nn.Linear)), None)
     tokens = torch.zeros(ROWS, TIME, dtype=torch.int64, device="meta")
     first = [tokens]
@@ -223,7 +223,7 @@ def _batches(model: nn.Module, loss: Loss) -> Iterator[tuple[torch.Tensor, ...]]
 
 
 def _of_block(block: nn.Module, call: Call, fixed: set[str], ranks: int) -> tuple[dict[str, str], dict[str, str]]:
-    """Styles that were tried, by name in the block; and why the other linear layers are left whole."""
+    """Styles that passed the trial, by name in the block; and why the other linear layers are left whole."""
     layers = {name: one for name, one in block.named_modules() if name and type(one) is nn.Linear and name not in fixed}
     columns = {name for name, one in layers.items() if one.out_features % ranks == 0}
     rows = {name for name, one in layers.items() if one.in_features % ranks == 0}
@@ -247,8 +247,8 @@ def _of_block(block: nn.Module, call: Call, fixed: set[str], ranks: int) -> tupl
 
 
 class Results(NamedTuple):
-    """``inputs``, ``weights``: derivatives of a product of the outputs. ``seen``: of each call of a layer that may be
-    cut its name, and autograd's nodes of its input and output."""
+    """``inputs``, ``weights``: derivatives of a product of the outputs. ``seen``: for each call of a layer that may be
+    cut, its name, and autograd's nodes of its input and output."""
 
     outputs: list[torch.Tensor]
     inputs: list[torch.Tensor | None]
@@ -258,7 +258,7 @@ class Results(NamedTuple):
 
 
 def generated(block: nn.Module) -> Any:
-    """A copy of the block on the CPU, with weights of our own in float32; buffers have their values, if they have any.
+    """A copy of the block on the CPU, with generated weights in float32; buffers keep their values, if they have any.
 
     The same on every rank. In eval mode, so that nothing is dropped.
     """
@@ -276,7 +276,7 @@ def generated(block: nn.Module) -> Any:
 
 
 def _filled(value: torch.Tensor, generator: torch.Generator, below: int) -> torch.Tensor:
-    """A tensor like it on the CPU: normal numbers, whole ones below so many, masks that leave everything in."""
+    """A tensor like it on the CPU: normal floats, integers smaller than ``below``, or masks that are all True."""
     if value.is_floating_point():
         return torch.randn(value.shape, generator=generator)
     if value.dtype == torch.bool:
@@ -285,11 +285,11 @@ def _filled(value: torch.Tensor, generator: torch.Generator, below: int) -> torc
 
 
 def run(whole: nn.Module, call: Call, styles: Mapping[str, str], ranks: int, like: Results | None = None) -> Results:
-    """Forward on generated inputs, and backward of its product with generated numbers.
+    """Runs forward on generated inputs, and backward of its product with generated numbers.
 
-    ``like``: what the block gives whole. Then the batch is there once for each rank: ``colwise`` gives each copy the
-    outputs of its rank, ``rowwise`` adds what the copies give, and all get the sum. So what autograd has for a weight
-    is the sum of what the ranks have. Raises ``ValueError`` where the copies of an output differ.
+    ``like``: the results of the whole block. If given, the batch is there once for each rank: ``colwise`` gives each
+    copy the outputs of its rank; ``rowwise`` adds the copies' results, and all get the sum. So autograd's gradient of a
+    weight is the sum over the ranks. Raises ``ValueError`` if the copies of an output differ.
     """
     block = copy.deepcopy(whole)
     seen: list[tuple[str, Any, Any]] = []
@@ -316,7 +316,7 @@ def run(whole: nn.Module, call: Call, styles: Mapping[str, str], ranks: int, lik
     args, kwargs = pytree.tree_map_only(torch.Tensor, given, call)
     with torch.enable_grad():
         outputs = [one for one in pytree.tree_leaves(block(*args, **kwargs)) if isinstance(one, torch.Tensor)]
-        known = seen[:]  # backward of a checkpoint calls them again
+        known = seen[:]  # backward of a checkpoint calls the layers again
         if like is not None:
             outputs = [_one_copy(*pair) for pair in zip(outputs, like.outputs, strict=True)]
         differentiable = [one for one in outputs if one.is_floating_point() and one.requires_grad]
@@ -360,9 +360,9 @@ def _same(mine: torch.Tensor | None, true: torch.Tensor | None, noise: float = 0
 def tried(
     whole: nn.Module, true: Results, call: Call, styles: Mapping[str, str], ranks: int
 ) -> tuple[str | None, set[str]]:
-    """Why the block, cut by these styles, is another, or None; and the norms whose gradients are summands.
+    """Why the block gives other results if cut by these styles, or None; and the norms whose gradients are summands.
 
-    ``whole``: a `generated` copy; ``true``: what it gives.
+    ``whole``: a `generated` copy; ``true``: its results.
     """
     try:
         mine = run(whole, call, styles, ranks, true)
@@ -376,8 +376,8 @@ def tried(
 
 
 def _summed(whole: nn.Module, found: Results, styles: Mapping[str, str]) -> tuple[str | None, set[str]]:
-    """What parts meet on the way from ``colwise`` to ``rowwise``: each rank has a summand of its derivative. That may
-    be norms of heads, which are nowhere else."""
+    """Checks parameters on the way from ``colwise`` to ``rowwise``: each rank has only a summand of their gradients.
+    That is allowed for norms of heads, if they are used nowhere else."""
     made = {result: name for name, _, result in found.seen}
     starts = [source for name, source, _ in found.seen if styles[name] == "rowwise"]
     others = [one.grad_fn for one in found.outputs] + [one for name, one, _ in found.seen if styles[name] == "colwise"]
@@ -393,7 +393,7 @@ def _summed(whole: nn.Module, found: Results, styles: Mapping[str, str]) -> tupl
 
 
 def _walked(nodes: list[Any], made: Mapping[Any, str]) -> Iterator[Any]:
-    """Autograd's nodes that these are computed from, down to those in ``made`` and no further."""
+    """Autograd's nodes that these are computed from, as far back as those in ``made``."""
     seen, stack = set[Any](), list(nodes)
     while stack:
         node = stack.pop()
@@ -405,12 +405,12 @@ def _walked(nodes: list[Any], made: Mapping[Any, str]) -> Iterator[Any]:
 
 
 def _leaves(nodes: list[Any], made: Mapping[Any, str], names: Mapping[int, str]) -> set[str]:
-    """Names of the parameters among what these are computed from; what is none has no name."""
+    """Names of the parameters that these are computed from; other leaves have the empty name."""
     return {names.get(id(one.variable), "") for one in _walked(nodes, made) if hasattr(one, "variable")}
 
 
 def _regions(seen: list[tuple[str, Any, Any]], columns: Collection[str], rows: Collection[str]) -> list[dict[str, str]]:
-    """By what is computed from what: a layer that reads parts ends a region, one that reads no parts may begin one."""
+    """Groups layers by data flow: one that reads parts ends a region, one that reads none may begin a region."""
     made: dict[Any, str] = {}  # by autograd's node, the layer whose output it is
     style: dict[str, str] = {}
     regions: list[dict[str, str]] = []
@@ -433,9 +433,9 @@ def _regions(seen: list[tuple[str, Any, Any]], columns: Collection[str], rows: C
 def _ends(
     model: nn.Module, ranks: int, blocks: list[str], order: list[str], by_hand: set[str]
 ) -> tuple[dict[str, str], dict[str, str]]:
-    """The embedding of tokens and the head, which give whole outputs of whole inputs whatever the model does with them.
+    """Styles for the token embedding and the head. They turn whole inputs into whole outputs whatever the model does.
 
-    Both or neither of what is tied; and why one is left whole.
+    Tied modules are both cut, or neither. Also returns why one is left whole.
     """
     modules: dict[str, Any] = dict(model.named_modules())
     outside = [name for name in order if not any(name.startswith(f"{block}.") or block == "" for block in blocks)]

@@ -1,8 +1,8 @@
 """Parameters that ``torch.distributed.tensor.parallel.parallelize_module`` made DTensors: their parts, and the whole.
 
-Users cut their model with PyTorch's own plans and hand it over with the whole mesh. Each rank lays the parts that it
-holds into its buffers, as if they were its parameters; what is cut how is in `plan.TensorParallel`. Parameters that
-the plan did not name stay plain tensors, the same on every rank along the tp axis.
+Users cut their model with PyTorch's own plans and pass it with the whole mesh. Each rank puts the parts that it holds
+into its buffers, as if they were its parameters. `plan.TensorParallel` says how each one is cut. Parameters that the
+plan did not name stay plain tensors, the same on every rank along the tp axis.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ CURE = 'Cut the model with parallelize_module(model, mesh["tp"], plan), and pass
 
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
-    """What this rank holds of it; of a plain tensor, all."""
+    """This rank's part of a DTensor; all of a plain tensor."""
     return tensor.detach().to_local() if isinstance(tensor, DTensor) else tensor.detach()
 
 
 def laid_part(tensor: torch.Tensor, leaf: Leaf) -> torch.Tensor:
-    """What this rank holds of it, in the leaf's shape: zeros stand behind a part that is smaller than the first."""
+    """This rank's part in the leaf's shape. If it is smaller than the first part, zeros are added at its end."""
     if leaf.tp is None or leaf.tp.dim is None:
         return local_part(tensor)
     return _padded(local_part(tensor), leaf.tp.dim, leaf.shape[leaf.tp.dim])
 
 
 def _padded(value: torch.Tensor, dim: int, length: int) -> torch.Tensor:
-    """With zeros behind it."""
+    """The value, padded with zeros at its end to ``length`` along ``dim``."""
     if value.shape[dim] == length:
         return value
     shape = [length - size if place == dim else size for place, size in enumerate(value.shape)]
@@ -78,7 +78,7 @@ def check_even(name: str, tp: TensorParallel | None) -> None:
 
 
 def whole_value(parts: Sequence[torch.Tensor], leaf: Leaf) -> torch.Tensor:
-    """The parameter, of the parts that ranks along the tp axis have of it, in order."""
+    """The whole parameter, made of the parts of the ranks along the tp axis, in order."""
     if not leaf.split:
         return parts[0]
     assert leaf.tp is not None and leaf.tp.dim is not None
@@ -86,7 +86,7 @@ def whole_value(parts: Sequence[torch.Tensor], leaf: Leaf) -> torch.Tensor:
 
 
 def part_of(whole: torch.Tensor, leaf: Leaf, tp: int, index: int) -> torch.Tensor:
-    """What the rank at this place of ``tp`` ranks lays into its buffers of the whole parameter."""
+    """The part of the whole parameter that rank ``index`` of ``tp`` ranks puts into its buffers."""
     if not leaf.split:
         return whole
     assert leaf.tp is not None and leaf.tp.dim is not None
@@ -95,7 +95,7 @@ def part_of(whole: torch.Tensor, leaf: Leaf, tp: int, index: int) -> torch.Tenso
 
 
 def check_policy(policy: Policy, mesh: Mesh) -> None:
-    """Raises ``ValueError`` for what is not there under tensor parallelism, or without it."""
+    """Raises ``ValueError`` for options that are not available under tensor parallelism, or without it."""
     if policy.async_tp:
         if mesh.tp == 1:
             why = "the mesh has no tp axis of several ranks, whose products it would cut"
@@ -117,10 +117,10 @@ def check_policy(policy: Policy, mesh: Mesh) -> None:
 
 
 def check_ties(model: nn.Module, mesh: Mesh) -> None:
-    """Raises ``ValueError`` where a tie of weights was broken, as `parallelize_module` does.
+    """Raises ``ValueError`` if a tie of weights was broken, as `parallelize_module` does.
 
-    A model of transformers says that its head has the embedding's weight; of others, two trained DTensors that have the
-    same values tell, and who wants them apart is warned only.
+    The config of a transformers model says that its head has the embedding's weight. For other models the sign is two
+    trained DTensors with the same values. This only logs a warning, since they may be meant to be separate.
     """
     cut = {name: one for name, one in named_parameters(model, remove_duplicate=False) if isinstance(one, DTensor)}
     asked = getattr(getattr(model, "config", None), "tie_word_embeddings", False) and bool(cut)
@@ -150,7 +150,7 @@ def check_ties(model: nn.Module, mesh: Mesh) -> None:
 
 
 def check_tensor_parallel(model: nn.Module, mesh: Mesh, leaves: Sequence[Leaf], policy: Policy) -> None:
-    """Raises ``ValueError`` where the model's DTensors do not lie on the mesh's tp axis, or there is no use for it."""
+    """Raises ``ValueError`` if the model's DTensors are not on the mesh's tp axis, or if nothing uses that axis."""
     axis = mesh.tp_mesh
     cut = any(leaf.tp is not None for leaf in leaves)
     for name, parameter in named_parameters(model) if cut else ():

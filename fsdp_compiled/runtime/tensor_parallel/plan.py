@@ -1,11 +1,11 @@
-"""``Policy(tp=...)``: a model that nobody cut with `parallelize_module` is cut here, by patterns of module names.
+"""``Policy(tp=...)``: cuts a model that was not cut with `parallelize_module`, by patterns of module names.
 
     Policy(tp="auto")                                           the plan that the model brings, ``model.tp_plan``, as
                                                                 models of transformers do, or one that is derived
     Policy(tp={"layers.*.up": "colwise", "layers.*.down": "rowwise", "head": "colwise_gather_output"})
 
-Styles have the names of transformers; each is one of PyTorch's own. All is looked at first, on every rank, and only
-then is the model cut: tied parameters stay tied, and the optimizer gets the parameters that took the places of its own.
+Styles have the names that transformers uses; each is one of PyTorch's own. Every rank first checks everything, and only
+then cuts the model. Tied parameters stay tied, and the optimizer gets the parameters that replaced its own.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ STYLES: Mapping[str, Callable[[], ParallelStyle]] = {
     "colwise_gather_output": lambda: ColwiseParallel(output_layouts=Replicate()),
     "colwise_rep": lambda: ColwiseParallel(output_layouts=Replicate()),  # its name in transformers 4
     "embedding_rowwise": lambda: RowwiseParallel(input_layouts=Replicate()),
-    # A norm of heads, [batch, time, heads, size], of which each rank has some.
+    # A norm of heads, [batch, time, heads, size]; each rank has some of the heads.
     "replicated_with_grad_allreduce": lambda: SequenceParallel(sequence_dim=2, use_local_output=True),
 }
 BY_HAND = 'Cut it with PyTorch\'s own parallelize_module(model, mesh["tp"], plan), and leave Policy.tp out.'
@@ -45,7 +45,7 @@ Place = tuple[nn.Module, str]  # where a parameter hangs
 
 @dataclass(frozen=True)
 class Cuts:
-    """What is cut how: by module name, a style; ``notes`` say it for the plan."""
+    """How the model is cut: ``styles`` by module name; ``notes`` describe the cuts in the plan."""
 
     styles: Mapping[str, str]
     notes: tuple[str, ...]
@@ -54,7 +54,7 @@ class Cuts:
 def find_cuts(
     model: nn.Module, optimizer: Optimizer | None, wanted: Any, mesh: Mesh, loss: Callable[..., Any] | None = None
 ) -> Cuts:
-    """Raises ``ValueError``, with nothing changed, for what cannot be cut like that."""
+    """Finds what to cut. Raises ``ValueError``, with nothing changed, if it cannot be cut like that."""
     if mesh.tp_mesh is None:
         raise ValueError(
             'Policy.tp says how to cut the model along the axis "tp", which the mesh does not have: '
@@ -119,7 +119,7 @@ def apply_cuts(model: nn.Module, optimizer: Optimizer | None, cuts: Cuts, mesh: 
 
 
 def _style(module: nn.Module, style: str, tp: int) -> ParallelStyle:
-    """Where ranks have parts of different sizes, what goes on is a DTensor, which knows the whole size."""
+    """The style. If parts differ in size between ranks, the output is a DTensor, which knows the whole size."""
     dim = _dim(type(module), style)
     if style == "colwise" and dim is not None and module.weight.shape[dim] % tp:  # type: ignore[union-attr, operator]
         return ColwiseParallel(use_local_output=False)
@@ -127,7 +127,7 @@ def _style(module: nn.Module, style: str, tp: int) -> ParallelStyle:
 
 
 def _own_plan(model: Any) -> dict[str, str]:
-    """What the model brings; empty: nothing."""
+    """The plan that the model brings; empty if it brings none."""
     return dict(getattr(model, "tp_plan", None) or getattr(model, "_tp_plan", None) or {})
 
 
@@ -143,8 +143,8 @@ def _derived(model: nn.Module, loss: Callable[..., Any] | None, tp: int) -> Deri
 
 
 def _named(model: nn.Module, plan: Mapping[str, str], whose: str, strict: bool) -> dict[str, str]:
-    """Styles by module name. ``strict``: each pattern names a module; a plan of a class may name what this
-    configuration does not have."""
+    """Styles by module name. ``strict``: each pattern must name a module. The plan of a class need not: it may name
+    what this configuration does not have."""
     styles: dict[str, str] = {}
     for pattern, style in plan.items():
         if style not in STYLES:
@@ -196,7 +196,7 @@ def _places(model: nn.Module) -> Iterator[tuple[Place, nn.Parameter]]:
 
 
 def _tied(model: nn.Module, styles: Mapping[str, str]) -> Iterator[Sequence[tuple[str, nn.Module, str]]]:
-    """Of parameters that hang in several places, of which one is cut, all of these."""
+    """For each parameter that is in several places, at least one of which is cut, all of these places."""
     found: dict[int, list[tuple[str, nn.Module, str]]] = {}
     for path, module in model.named_modules():
         for name, parameter in module._parameters.items():
