@@ -35,7 +35,7 @@ log = logging.getLogger("fsdp_compiled")
 
 
 def folder() -> Path | None:
-    """The folder for compiled code; None if Inductor's caches are turned off.
+    """The folder for compiled code; None if Inductor's caches are turned off, or there is no Inductor.
 
     Inductor writes code to its cache folder in any case; a folder that cannot be written is replaced.
     """

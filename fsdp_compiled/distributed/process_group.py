@@ -55,7 +55,8 @@ def _say_normal_priority() -> None:
 
 
 def default_device() -> torch.device:
-    """The GPU that the process group is bound to, else the one made current, else the one that torchrun says."""
+    """The GPU that the process group is bound to, else the one made current, else the one that torchrun says; the CPU
+    where there is no GPU."""
     if not torch.cuda.is_available():
         return torch.device("cpu")
     group = dist.group.WORLD if dist.is_available() else None

@@ -217,9 +217,10 @@ class Edit:
         self._end.args = (list(self._outputs.values()),)
 
     def sweep(self, among: Iterable[fx.Node] | None = None) -> None:
-        """Erases calls whose results nothing uses; writes in place and collectives' waits stay if used.
+        """Erases calls whose results nothing uses, collectives' waits among them.
 
-        Random operators stay too: they advance the generator. ``among``: the nodes that may be unused; None: all nodes.
+        Writes in place, assertions and random operators stay: they do more than to return a result. ``among``: the
+        nodes that may be unused; None: all nodes.
         """
         found = [node for node in (self.graph.nodes if among is None else among) if not node.users]
         while found:
@@ -246,7 +247,7 @@ class Edit:
                 node.replace_input_with(source, clones[source])
 
     def drop_unused_parts(self) -> None:
-        """Makes collectives of several buffers carry only those that are used: everything sent must be awaited."""
+        """Makes all-gathers of several buffers carry only those that are used: everything sent must be awaited."""
         self.sweep()
         gathers = self.graph.find_nodes(op="call_function", target=c10d.all_gather_into_tensor_coalesced.default)
         for node in gathers:

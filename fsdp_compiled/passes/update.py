@@ -84,7 +84,10 @@ def _is_idle(edit: Edit, buffer: Buffer) -> bool:
 
 
 def _shares(rule: Rule) -> bool:
-    """Whether it counts in numbers of the group or optimizer, which its code advances even without a gradient."""
+    """Whether it counts in numbers of the group or optimizer, which its code advances even without a gradient.
+
+    Raises ``ValueError`` if it counts in both these and numbers of each parameter.
+    """
     shared = [entry.name for entry in rule.state if entry.scalar and entry not in rule.numbers]
     if shared and rule.counts:
         raise ValueError(

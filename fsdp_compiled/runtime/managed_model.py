@@ -149,7 +149,8 @@ class ManagedModel:
             self._hooks_of_call = register(self.model, self.layout)
 
     def check(self) -> None:
-        """Raises ``ValueError``, by name, where parameters or hooks are not those that were taken over."""
+        """Raises ``ValueError``, by name, if parameters or hooks are not those that were taken over; ``RuntimeError``
+        inside ``gathered()``."""
         if self.layout.gathered is not None:
             raise RuntimeError(
                 "Inside of sharded.gathered() the model holds gathered parameters: train, save and load after it. "

@@ -513,7 +513,8 @@ def _fewer_bytes(source: _Source, best: Price, cluster: Cluster) -> dict[str, fl
 
 
 def _attempt(step: Traced, way: Way, cluster: Cluster, reasons: list[str]) -> Estimate | None:
-    """The estimate; None if the policy is not possible, for example if the program needs more than its limit."""
+    """The estimate; None if the policy is not possible, for example if the program needs more than its limit, or if its
+    memory cannot be predicted."""
     try:
         found = _estimate(step, way, cluster)
     except ValueError as error:

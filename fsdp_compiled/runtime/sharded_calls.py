@@ -249,8 +249,9 @@ class ShardedCalls:
     def _holders(self, compiled: Compiled, state: State) -> Mapping[str, Mapping[str, torch.Tensor]]:
         """The dictionaries that hold a program's inputs, by kind; all inputs but the batch.
 
-        Ranks compare ``call`` in the reduction of the loss. It encodes program, microbatches' programs, and scheduled
-        rates. Its parts are below 2**20, so that their squares, summed over thousands of ranks, are exact in float64.
+        Ranks compare ``call`` in the reduction of the loss. It encodes program, microbatches' programs, scheduled
+        rates, and the user's writes to parameters. Its parts are below 2**20, so that their squares, summed over
+        thousands of ranks, are exact in float64.
         """
         return {
             "shard": state.parameters,

@@ -3,7 +3,7 @@
 `Objects` finds the changes that traced code made to objects from before the trace. The walk of a block is repeated
 according to the state before the trace. So a block itself must make no change, and each block must be called after the
 same changes. Only an object that a model reaches by a global name may change: transformers keeps one there, for whom a
-forward collects its outputs. It must then hold numbers and texts, or lists and dictionaries of these.
+forward collects its outputs. It must then hold numbers and texts, or lists, tuples and dictionaries of these.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Differentiates a graph with few equal stretches in the place of a graph with many.
 
-Equal stretches of a graph that follow one another, such as a model's blocks, are differentiated once.
+Of equal stretches of a graph that follow one another, such as a model's blocks, a few are differentiated.
 
     traced by Dynamo      before  0  1  2  3  4  5  6  7  after
     differentiated        before  0  1  2              7  after    after'  7'              2'  1'  0'  before'

@@ -78,7 +78,8 @@ class Checkpoints:
     def wait(self, busy: Busy = "wait", folder: Path | None = None, step: int | None = None) -> None:
         """Waits until no checkpoint is being written, but for one earlier than this one under ``"double_buffer"``.
 
-        Raises `SaveError` for a save that failed and nobody was told of.
+        Raises `SaveError` for a save that failed and nobody was told of; under ``"refuse"``, ``ValueError`` while one
+        is being written.
         """
         for one, _ in list(self._open):
             save = one.save

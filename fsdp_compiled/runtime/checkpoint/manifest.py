@@ -117,7 +117,7 @@ class Manifest:
 def merged(parts: Sequence[Manifest], writers: Mapping[str, Sequence[int]]) -> Manifest:
     """Merges what each rank has written; ``writers``: the ranks that have each value. The first part has all tensors.
 
-    Raises ``ValueError`` if an element is missing, which is a fault of this package.
+    Raises ``ValueError`` if an element is missing or written twice, which is a fault of this package.
     """
     made = replace(parts[0], tensors={}, values={}, files={})
     for part in parts:

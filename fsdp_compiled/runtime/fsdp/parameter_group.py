@@ -77,7 +77,8 @@ class Entry:
 
 @dataclass(eq=False)
 class FlatShard:
-    """This rank's rows of parameters that have one dtype and were all trained, or all frozen, when it was laid out."""
+    """This rank's rows of parameters of one dtype and device, cut alike along tp, that were all trained, or all frozen,
+    when it was laid out."""
 
     tensor: torch.Tensor
     buffer: Buffer
