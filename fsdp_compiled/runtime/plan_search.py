@@ -297,9 +297,11 @@ def plan(
         why = "; ".join(dict.fromkeys(reasons)) or "No way that is tried divides ranks and batch."
         raise ValueError(f"Nothing can be priced. {why}")
 
-    def best(one: Price) -> tuple[bool, float, float]:
-        """Sort key: the fastest that fits is first; among equally fast ones, to three digits, the smallest."""
-        return one.peak > capacity, 0.0 if one.peak > capacity else -float(f"{one.rate(1):.3g}"), one.peak
+    def best(one: Price) -> tuple[bool, float, bool, float]:
+        """Sort key: the fastest that fits; of those equally fast to three digits, no offload, then the least memory."""
+        if one.peak > capacity:
+            return True, 0.0, False, one.peak
+        return False, -float(f"{one.rate(1):.3g}"), one.way.policy.offload, one.peak
 
     found.sort(key=best)
     if source.deep:
