@@ -9,15 +9,16 @@ from functools import partial
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
 from fsdp_compiled import Policy, Sharded, api, compile_sharded
-from fsdp_compiled.lower.cuda_graph import Replays
+from fsdp_compiled.lower.cuda_graph import WARM, Replays
 from fsdp_compiled.runtime.programs.program_maker import ProgramMaker
 from tests.standin import Plain, StandIn
-from tests.toys import EAGER, mse
+from tests.toys import EAGER, batches, mse
 
 
 def adamw(model: nn.Module) -> torch.optim.Optimizer:
@@ -65,3 +66,15 @@ def stand_in(sharded: Sharded) -> StandIn:
 
 def same(left: Any, right: Any) -> bool:
     return all(map(torch.equal, pytree.tree_leaves(left), pytree.tree_leaves(right)))
+
+
+def refuses_the_graph(sharded: Sharded, why: str) -> tuple[torch.Tensor, ...]:
+    """Where a graph was asked for, its first launch is this error, and nothing is written. Returns that batch."""
+    *data, last = batches(WARM + 1)
+    for batch in data:
+        sharded.step(*batch)
+    before = pytree.tree_map(torch.clone, sharded.state)
+    with pytest.raises(ValueError, match=rf"cuda_graph is True, but step .* {why}"):
+        sharded.step(*last)
+    assert same(before, sharded.state)
+    return last

@@ -11,7 +11,9 @@ from typing import Any
 
 from fsdp_compiled.cli.options import positive, whole
 from fsdp_compiled.cli.simulate import setup_of
-from fsdp_compiled.runtime.plan_search import plan
+from fsdp_compiled.runtime.plan_search import ROWS, plan
+
+TRIED = ", ".join(map(str, ROWS))  # rows of a microbatch, and ranks along tp
 
 # What is needed to build models of public configurations where nothing is on this machine, from each model's
 # config.json. Layers, width, feed-forward, heads, key-value heads, vocabulary.
@@ -44,9 +46,7 @@ def add_plan_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tokens", type=positive, metavar="N", help="to train on, such as 1e12: for days and cost")
     parser.add_argument("--dollars", type=positive, metavar="X", help="of a GPU's hour: for the cost")
     for name, about in (("tp", "ranks that the model is cut over"), ("rows", "rows of a microbatch")):
-        parser.add_argument(
-            f"--{name}", type=_numbers, default=(1, 2, 4, 8), metavar="N,N", help=f"{about}, of 1, 2, 4, 8 (all)"
-        )
+        parser.add_argument(f"--{name}", type=_numbers, default=ROWS, metavar="N,N", help=f"{about}, of {TRIED} (all)")
     parser.add_argument("--most", type=whole, default=12, metavar="N", help="rows of the table (%(default)s)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write inputs and all ways there")
     parser.add_argument("--picture", type=Path, metavar="FILE", help="also draw them (needs matplotlib)")
@@ -54,8 +54,8 @@ def add_plan_options(parser: argparse.ArgumentParser) -> None:
 
 def _numbers(text: str) -> tuple[int, ...]:
     found = tuple(map(whole, text.split(",")))
-    if odd := {*found} - {1, 2, 4, 8}:
-        raise argparse.ArgumentTypeError(f"{min(odd)} is not tried; expected some of 1, 2, 4, 8")
+    if odd := {*found} - {*ROWS}:
+        raise argparse.ArgumentTypeError(f"{min(odd)} is not tried; expected some of {TRIED}")
     return found
 
 

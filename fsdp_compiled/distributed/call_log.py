@@ -259,15 +259,19 @@ class Calls:
 
     @contextmanager
     def together(self, label: str) -> Iterator[None]:
-        """A `meeting` that no rank goes on from where one fails by itself in it: the others hear that, and raise it."""
+        """A `meeting` that no rank goes on from if one fails alone in it."""
+        with self.abandoning(), self.meeting(label):
+            yield
+
+    @contextmanager
+    def abandoning(self, cause: str = "") -> Iterator[None]:
+        """Inside, if this rank fails alone, the others hear that, and raise it. ``cause``: why a world of one cannot go
+        on either."""
         try:
-            with self.meeting(label):
-                yield
-        except RankError:
-            raise
+            yield
         except BaseException as error:
-            if self.mesh.world > 1:
-                self.abandon(f"It said:\n{type(error).__name__}: {error}")
+            if self.closed is None and not isinstance(error, RankError) and (cause or self.mesh.world > 1):
+                self.abandon(f"{cause}It said:\n{type(error).__name__}: {error}")
             raise
 
     @contextmanager

@@ -32,7 +32,7 @@ from fsdp_compiled.policy import Policy
 from fsdp_compiled.runtime.simulate import Estimate, Traced, traced
 
 FEW, MORE = 4, 5  # depths that stand for a deeper model; with fewer blocks, no block is like the others
-ROWS = (1, 2, 4, 8)  # numbers of rows in a microbatch that are tried
+ROWS = (1, 2, 4, 8)  # numbers of rows in a microbatch, and of ranks along tp, that are tried
 PRECISION = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
 NETWORKS = (10, 100, 400, 1600, 3200, 12800)  # Gb/s of a node's network, for the picture
 WAITS = 0.15  # above this fraction of a step, waiting bounds it
@@ -371,38 +371,42 @@ class _Source:
         self.given, self.seq = model, seq
         self.setup = model if isinstance(model, tuple) else None
         self.depth = 0 if self.setup is not None else int(getattr(model, "num_hidden_layers", 0) or 0)
-        self.deep = self.depth > MORE + 2 and self._alike()
 
-    def _alike(self) -> bool:
-        """Whether all blocks past `FEW` have the parameters of the next one, as far as their number tells."""
-        few, more, every = (self._sum(depth, torch.Tensor.numel) for depth in (FEW, MORE, self.depth))
-        return every - few == (more - few) * (self.depth - FEW)
+    @cached_property
+    def deep(self) -> bool:
+        """Whether few blocks stand for all: as far as the number of parameters tells, those past `FEW` are alike."""
+        if self.depth <= MORE + 2:
+            return False
+        few, more = (self._counted(depth)[0] for depth in (FEW, MORE))
+        return self.parameters - few == (more - few) * (self.depth - FEW)
 
-    def _sum(self, depth: int, of: Callable[[nn.Parameter], int]) -> int:
+    def _counted(self, depth: int) -> tuple[int, int]:
+        """The number of parameters, and bytes of them and of AdamW's state of those that are trained."""
         with torch.device("meta"):
-            return sum(map(of, self.made(depth, 1)[0]().parameters()))
+            every = list(self.made(depth, 1)[0]().parameters())
+        held = sum(one.numel() * one.itemsize * (3 if one.requires_grad else 1) for one in every)
+        return sum(one.numel() for one in every), held
+
+    @cached_property
+    def _whole(self) -> tuple[int, int]:
+        return self._counted(self.depth)
+
+    @property
+    def parameters(self) -> int:
+        return self._whole[0]
 
     def cuts(self, node: int, ranks: int) -> tuple[int, ...]:
         """Ranks along tp that are tried; those of one model are in one node."""
         heads = 0 if self.setup is not None else getattr(self.given, "num_key_value_heads", None)
         heads = heads or getattr(self.given, "num_attention_heads", 0) or 0
-        cut = (tp for tp in (2, 4, 8) if heads and heads % tp == 0 and tp < ranks)
+        cut = (tp for tp in ROWS[1:] if heads and heads % tp == 0 and tp < ranks)
         return (1, *(tp for tp in cut if ranks % tp == 0 and node % tp == 0))
 
     def state(self, way: Way) -> float:
         """Bytes that a rank holds at least: parameters, AdamW's state of those that are trained, and what stays
         gathered."""
-        held = 0 if way.policy.offload else self.held / way.tp / (1 if way.policy.shard == "ddp" else way.shard)
+        held = 0 if way.policy.offload else self._whole[1] / way.tp / (1 if way.policy.shard == "ddp" else way.shard)
         return held + (0 if way.policy.shard == "zero3" else 2 * self.parameters / way.tp)
-
-    @cached_property
-    def parameters(self) -> int:
-        return self._sum(self.depth, torch.Tensor.numel)
-
-    @cached_property
-    def held(self) -> int:
-        """Bytes of all parameters, and of AdamW's state of those that are trained."""
-        return self._sum(self.depth, lambda one: one.numel() * one.itemsize * (3 if one.requires_grad else 1))
 
     @property
     def depths(self) -> tuple[int, ...]:

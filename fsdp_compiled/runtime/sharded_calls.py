@@ -119,14 +119,8 @@ class ShardedCalls:
     def _exchange_sites(self, local: LocalSteps, state: State) -> None:
         """Collective: all ranks have made equally many steps since the last exchange, with the same rates."""
         label = f"exchange after {local.steps} local steps{self._hyperparameters}"
-        with self._meeting(label), outside_modes():
-            try:
-                with self._calls.naming():
-                    local.exchange(state)
-            except BaseException as error:
-                if self._calls.closed is None and not isinstance(error, RankError):
-                    self._calls.abandon(f"{HALF} It said:\n{type(error).__name__}: {error}")
-                raise
+        with self._meeting(label), outside_modes(), self._calls.abandoning(f"{HALF} "), self._calls.naming():
+            local.exchange(state)
 
     def _run(
         self, kind: Kind, state: State, batch: tuple[Any, ...], named: dict[str, Any]

@@ -67,7 +67,6 @@ CURE = (
     "The state was put back to what it was before the step. If the code changed since it was traced in a way that is "
     "not seen, build the Sharded again, or change a guarded value; Policy(verify=False) turns the comparison off."
 )
-DRAWS = " draws random numbers, which on a GPU, and along tp, are others than in eager PyTorch, so it is not compared."
 log = logging.getLogger("fsdp_compiled")
 
 
@@ -142,8 +141,7 @@ class Verification:
         """Whether this call of the program is verified. The same on every rank, since all made the same good calls."""
         if compiled.kind == "training" or (compiled.kind == "forward" and not self._meets()):
             return False
-        if compiled.random and (self._plan.device.type == "cuda" or self._mesh.tp > 1):
-            self._tell(f"{compiled.label}{DRAWS}")
+        if draws_otherwise(compiled, self._plan, self._mesh, self._told):
             return False
         if compiled.kind in ("accumulate", "last"):
             begins = is_due(self._plan.policy.verify, self._rows)
@@ -419,6 +417,15 @@ def tell_once(told: set[str], mesh: Mesh, said: str, once: str | None = None) ->
     if (once or said) not in told and mesh.rank == 0:
         log.warning("Policy.verify: %s", said)
     told.add(once or said)
+
+
+def draws_otherwise(compiled: Compiled, plan: Plan, mesh: Mesh, told: set[str]) -> bool:
+    """Whether the program draws other random numbers than eager PyTorch; the log says so once."""
+    if not (compiled.random and (plan.device.type == "cuda" or mesh.tp > 1)):
+        return False
+    why = "draws random numbers, which on a GPU, and along tp, are others than in eager PyTorch, so it is not compared."
+    tell_once(told, mesh, f"{compiled.label} {why}")
+    return True
 
 
 def is_due(every: bool | int, count: int) -> bool:

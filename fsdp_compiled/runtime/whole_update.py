@@ -31,7 +31,7 @@ import copy
 import zlib
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, MutableMapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -111,7 +111,7 @@ class WholeUpdate:
         self._slots = {slot.name: (buffer, slot) for buffer, slot in slots if slot.name in names}
         self._shards: dict[str, torch.Tensor] = {}  # from which parts are taken
         self._parts = {  # each parameter's part in this rank's shard
-            name: (buffer, plan.part(buffer, slot, mesh.shard_rank, plan.placement.state))
+            name: plan.part(buffer, slot, mesh.shard_rank, plan.placement.state)
             for name, (buffer, slot) in self._slots.items()
         }
         self._views: dict[str, torch.Tensor] = {}
@@ -169,10 +169,10 @@ class WholeUpdate:
         self._follow(shards)
         of_buffers = {key: outputs.get(Port("out", "update", key)) for key in self._shards}
         gradients: dict[str, torch.Tensor] = {}
-        for name, (buffer, part) in self._parts.items():
+        for name, (buffer, _) in self._slots.items():
             gradient = of_buffers[buffer.key]
             if gradient is not None and name not in idle:
-                gradients[name] = part.of(gradient)
+                gradients[name] = self._parts[name].of(gradient)
         parameters = {name: self._views[name] for name in gradients}
         if self._plan.owners:
             self._by_owners(gradients, parameters)
@@ -194,8 +194,8 @@ class WholeUpdate:
         if self._shards and all(shards[key] is known for key, known in self._shards.items()):
             return
         self._shards = {buffer.key: shards[buffer.key] for buffer, _ in self._slots.values()}
-        for name, (buffer, part) in self._parts.items():
-            self._views[name] = part.of(self._shards[buffer.key].detach())
+        for name, (buffer, _) in self._slots.items():
+            self._views[name] = self._parts[name].of(self._shards[buffer.key].detach())
 
     def _on(
         self, gradients: Mapping[str, torch.Tensor], parameters: Mapping[str, torch.Tensor],
@@ -207,7 +207,7 @@ class WholeUpdate:
             for name, piece, values in given:
                 in_shape = self._slots[name][1].leaf.in_shape
                 piece.data, piece.grad = in_shape(values), in_shape(gradients[name])
-            self._step(nullcontext() if is_known(type(self.optimizer)) else OnItsOwn(), groups)
+            self._step(groups)
             for name, piece, values in given:
                 if piece.data_ptr() != values.data_ptr():  # its code replaced `p.data`
                     write_slot(values, Slot(self._slots[name][1].leaf, 0), piece.detach())
@@ -215,11 +215,12 @@ class WholeUpdate:
             for name, piece, _ in given:
                 piece.data = self._nothing[name]
 
-    def _step(self, guard: AbstractContextManager[Any], groups: Sequence[Sequence[nn.Parameter]]) -> None:
+    def _step(self, groups: Sequence[Sequence[nn.Parameter]]) -> None:
         """Calls the optimizer's own step on those of these pieces, by group, that have gradients."""
+        kind = type(self.optimizer)
         try:
-            with self._opened(groups), torch.no_grad(), guard:
-                step_of(type(self.optimizer))(self.optimizer)
+            with self._opened(groups), torch.no_grad(), nullcontext() if is_known(kind) else OnItsOwn():
+                step_of(kind)(self.optimizer)
         except Refused as error:
             raise RuntimeError(
                 f"{self.name} runs as it is, on whole parameters, and now {error}: each rank would update by another "

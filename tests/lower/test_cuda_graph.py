@@ -20,7 +20,7 @@ from fsdp_compiled import Policy, Sharded, compile_sharded
 from fsdp_compiled.lower.capturable import Held, Results
 from fsdp_compiled.lower.cuda_graph import RESTARTS, WARM
 from tests.chosen import chosen, examples
-from tests.graphs import adamw, make, same, stand_in
+from tests.graphs import adamw, make, refuses_the_graph, same, stand_in
 from tests.parts import parts
 from tests.standin import Seen, StandIn
 from tests.toys import EAGER, batches, build, mse, same_weights, sgd
@@ -177,15 +177,9 @@ def test_a_number_read_on_the_host_breaks_the_capture(caplog: pytest.LogCaptureF
 def test_where_a_graph_was_asked_for_a_broken_capture_is_an_error() -> None:
     sharded = make(True, wanted=True)
     stand_in(sharded).fail = "the device said no"
-    data = batches(WARM + 1)
-    for batch in data[:WARM]:
-        sharded.step(*batch)
-    before = pytree.tree_map(torch.clone, sharded.state)
-    with pytest.raises(ValueError, match=r"cuda_graph is True, but step .* the device said no"):
-        sharded.step(*data[WARM])
-    assert same(before, sharded.state)
+    last = refuses_the_graph(sharded, "the device said no")
     stand_in(sharded).fail = ""
-    sharded.step(*data[WARM])
+    sharded.step(*last)
     assert sharded.replays == 1
 
 

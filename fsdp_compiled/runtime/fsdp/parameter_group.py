@@ -25,6 +25,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
+from fsdp_compiled.capture.tensor_parallel import joined
 from fsdp_compiled.distributed.device_mesh import beside
 from fsdp_compiled.distributed.mesh import Mesh, gather_shards
 from fsdp_compiled.plan.leaf import Leaf, TensorParallel, check_class, contiguous_stride
@@ -357,8 +358,7 @@ class ParameterGroup:
             for entry, slot, size in zip(flat.entries, flat.buffer.slots, sizes, strict=True):
                 values = whole(full[:, slot.offset : slot.offset + size], slot.leaf, world).clone()
                 if entry.tp is not None and self.mesh.tp_mesh is not None:  # a DTensor along tp, as the plan made it
-                    placement = Replicate() if entry.tp.dim is None else Shard(entry.tp.dim)
-                    values = DTensor.from_local(values, self.mesh.tp_mesh, (placement,), run_check=False)
+                    values = joined(values, entry.tp, self.mesh.tp_mesh)
                 self._register(entry, values)
         for one in self.extended:
             self._register(one.entry, one.gathered())

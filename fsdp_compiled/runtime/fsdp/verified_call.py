@@ -32,11 +32,11 @@ from fsdp_compiled.runtime.programs.compile import Compiled
 from fsdp_compiled.runtime.programs.request import Request
 from fsdp_compiled.runtime.rng import default_generator
 from fsdp_compiled.runtime.verify import (
-    DRAWS,
     TINY,
     attributes,
     changes,
     differing,
+    draws_otherwise,
     first_off,
     gradient_bound,
     gradients_compared,
@@ -70,8 +70,7 @@ class VerifiedCalls:
 
     def due(self, compiled: Compiled) -> bool:
         """Whether to verify this call of the program. Counts the call. The same on every rank."""
-        if compiled.random and (self.made.plan.device.type == "cuda" or self.made.mesh.tp > 1):
-            tell_once(self.told, self.made.mesh, f"{compiled.label}{DRAWS}")
+        if draws_otherwise(compiled, self.made.plan, self.made.mesh, self.told):
             return False
         if self.made.extended:
             told = f"{compiled.label} reads weights of classes of their own, so it is not compared."
