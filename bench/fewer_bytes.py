@@ -3,8 +3,8 @@
     torchrun --nproc-per-node 2 -m bench.fewer_bytes bench/results/fewer-bytes.json
 
 A small byte-level GPT on the text of this machine, two gloo ranks, the same batches for every policy. Losses are those
-of held-out text under the weights that all ranks share (with local steps: after an exchange), for equal tokens. Bytes
-are what a rank sends for a step, as its program says.
+of held-out text under the weights that all ranks share (with local steps: after an exchange of all), for equal tokens.
+Bytes are what a rank sends for a step, as its program says.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from fsdp_compiled.ir.nodes import carried, is_collective
 
 STEPS, EVERY, ROWS = 2000, 500, 4  # rows a rank
 CONFIG = GPTConfig(layers=2, width=64, heads=4, context=64)
+STREAMED = OuterSGD(momentum=0.6, parts=5, overlap=5)
 POLICIES: dict[str, dict[str, Any]] = {
     "plain": {},
     "int8": {"wire": "int8"},
@@ -33,6 +34,8 @@ POLICIES: dict[str, dict[str, Any]] = {
     "all-reduced": {"shard": "ddp"},
     "50 local steps": {"shard": "ddp", "sync_every": 50},  # DiLoCo's outer rate and momentum: made for longer runs
     "50 local steps, momentum 0.6": {"shard": "ddp", "sync_every": 50, "outer": OuterSGD(momentum=0.6)},
+    "the same in 5 parts, each 5 steps on the way": {"shard": "ddp", "sync_every": 50, "outer": STREAMED},
+    "the same in int8": {"shard": "ddp", "sync_every": 50, "outer": STREAMED, "wire": "int8"},
 }
 
 
@@ -62,6 +65,7 @@ def trained(fields: dict[str, Any]) -> dict[str, Any]:
         batch = [torch.stack(one) for one in zip(*(windows[row] for row in rows), strict=True)]
         sharded.step(*batch)
         if step % EVERY == 0:
+            sharded.synchronize()
             weights = sharded.full_state_dict()
             if rank == 0:
                 whole = GPT(CONFIG)

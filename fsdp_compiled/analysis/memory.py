@@ -163,6 +163,15 @@ def unpredicted(reason: str) -> Memory:
     return Memory(Persistent(), 0, (), (), reason)
 
 
+def _travelling(plan: Plan) -> int:
+    """Bytes of exchanges between sites that are on their way: of each part this site's change, and that of all."""
+    every, overlap = plan.policy.sync_every, (plan.policy.outer or OuterSGD()).overlap
+    if every is None or not overlap:
+        return 0
+    parts = [(step, sum(plan.shard_numel(one) * one.dtype.itemsize for one in part)) for step, part in plan.exchanged]
+    return max(sum(2 * size for step, size in parts if (now - step) % every < overlap) for now in range(every))
+
+
 def persistent(
     plan: Plan,
     rules: Sequence[Rule] = (),
@@ -196,7 +205,7 @@ def persistent(
         buffers=sum(_distinct((buffers or {}).values())),
         constants=sum(_distinct((constants or {}).values())),
         sums=sum(node.meta["val"].nbytes for port, node in inputs.items() if port.kind == "sum"),
-        other=GENERATOR[plan.device.type] + 8 + 8 + 8 * hypers + sum(_distinct(scale.values())),
+        other=_travelling(plan) + GENERATOR[plan.device.type] + 8 + 8 + 8 * hypers + sum(_distinct(scale.values())),
         host=rooms + (plan.persistent_bytes + elementwise if away else 0),
     )
 

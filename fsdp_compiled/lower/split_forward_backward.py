@@ -24,7 +24,7 @@ from torch import fx
 
 from fsdp_compiled.ir.edit import Edit
 from fsdp_compiled.ir.node_copies import copied_node, give_names, input_for, names_of, row_of
-from fsdp_compiled.ir.nodes import Mark, base_of, gathered, is_view, mutated, origin, role_of
+from fsdp_compiled.ir.nodes import Mark, Phase, base_of, gathered, is_view, mutated, origin, role_of
 from fsdp_compiled.ir.program import Port, Program
 
 aten = torch.ops.aten
@@ -44,14 +44,14 @@ class SplitProgram:
     read: frozenset[str]
 
 
-def cut(program: Program) -> SplitProgram:
-    """The two halves; the inputs of ``backward`` are what was saved, then tangents."""
+def cut(program: Program, later: Phase = "backward") -> SplitProgram:
+    """The two halves; the inputs of ``backward`` are what was saved, then tangents. ``later``: its phase."""
     program = _with_views_again(replace(_without_copies(program), donated=True))
     inputs = {node: port for port, node in program.inputs.items()}
     late = {port: node for port, node in program.outputs.items() if port.kind in LATE}
     gradients = set(late.values())
     nodes = [node for node in program.graph.nodes if node.op == "call_function"]
-    behind = _behind(nodes, inputs)
+    behind = _behind(nodes, inputs, later)
     changed = {origin(target) for node in nodes if node not in behind for target in mutated(node)}
     crossing = [
         node
@@ -121,15 +121,15 @@ def reached(captured: Program) -> dict[str, frozenset[str]]:
     return {port.name: known[node] for port, node in captured.outputs.items() if port.kind in kinds}
 
 
-def _behind(nodes: Sequence[fx.Node], inputs: dict[fx.Node, Port]) -> set[fx.Node]:
-    """The nodes that run in backward: those of its phase, those made from them, and those made from tangents."""
+def _behind(nodes: Sequence[fx.Node], inputs: dict[fx.Node, Port], later: Phase) -> set[fx.Node]:
+    """The nodes that run in backward: those of this phase, those made from them, and those made from tangents."""
     found: set[fx.Node] = set()
     for node in nodes:
         sources = node.all_input_nodes
         if node.target is getitem:  # an item stays with the node that made it
             if sources[0] in found:
                 found.add(node)
-        elif node.meta["phase"] == "backward" or any(
+        elif node.meta["phase"] == later or any(
             source in found or (source in inputs and inputs[source].kind == "tangent") for source in sources
         ):
             found.add(node)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 
 from fsdp_compiled.ir.form import ProgramError
 from fsdp_compiled.ir.program import Program
@@ -35,7 +36,7 @@ from fsdp_compiled.passes.slice_loss import slice_loss
 from fsdp_compiled.passes.store_saved import store_saved
 from fsdp_compiled.passes.update import count_updates, update
 from fsdp_compiled.passes.write_back import write_back
-from fsdp_compiled.plan.plan import Plan
+from fsdp_compiled.plan.plan import Buffer, Plan
 
 Pass = Callable[[Program, Plan], Program]
 Observer = Callable[[Program], None]
@@ -72,9 +73,9 @@ def step(rules: Sequence[Rule], added: Collection[str] | None = None) -> tuple[P
     return (*begin, *means, *REPORTING, *cleared, clip, update(rules), skip, count_updates, *CLOSING)
 
 
-def outer(plan: Plan) -> Program:
-    """The program of an exchange between the sites of this plan, which its ``replicate`` axis joins."""
-    return run(shards_of(plan), plan, (outer_update,))
+def outer(plan: Plan, buffers: Iterable[Buffer], late: bool = False) -> Program:
+    """The program that exchanges these buffers between the sites of this plan, which its ``replicate`` axis joins."""
+    return run(shards_of(plan, buffers), plan, (partial(outer_update, late=late), quantize))
 
 
 def run(

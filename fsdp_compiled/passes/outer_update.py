@@ -5,14 +5,20 @@
     shard             change: float32[36] = sub(anchor, shard)      # how far this site came
                       mean = all_reduce(change, "avg", "replicate"); wait
                       momentum = 0.9 * momentum + mean
-                      shard = anchor - 0.7 * (mean + 0.9 * momentum)
+                      anchor = anchor - 0.7 * (mean + 0.9 * momentum)
+                      shard = anchor                                # late: shard + (anchor - what it was) + change
 
 The anchor holds the weights after the last exchange. This is DiLoCo (Douillard et al., 2023, arXiv:2311.08105): an
 inner optimizer in each site, and on the mean change `torch.optim.SGD` with Nesterov's momentum, with its operators in
 its own order. One buffer is on the wire while the one before is updated.
+
+Under `OuterSGD.overlap` the exchange is *late*: all buffers are sent first, the program is cut there
+(`lower.split_forward_backward`), and its second half runs some steps later. What a site learned meanwhile stays.
 """
 
 from __future__ import annotations
+
+from collections.abc import Iterable
 
 import torch
 from torch import fx
@@ -28,10 +34,10 @@ aten = torch.ops.aten
 c10d = torch.ops._c10d_functional
 
 
-def shards_of(plan: Plan) -> Program:
-    """A program that reads the trainable shards, and does nothing."""
+def shards_of(plan: Plan, buffers: Iterable[Buffer]) -> Program:
+    """A program that reads the shards of these buffers, and does nothing."""
     graph, mode = fx.Graph(), FakeTensorMode()
-    ports = [Port("in", "shard", buffer.key) for buffer in plan.buffers if buffer.updated]
+    ports = [Port("in", "shard", buffer.key) for buffer in buffers]
     for port in ports:
         node = graph.placeholder(f"shard_{len(graph.nodes)}")
         buffer = plan.buffer(port.name)
@@ -40,36 +46,45 @@ def shards_of(plan: Plan) -> Program:
     return Program(graph, tuple(ports), ())
 
 
-def outer_update(program: Program, plan: Plan) -> Program:
+def outer_update(program: Program, plan: Plan, late: bool = False) -> Program:
     """Moves each shard from its anchor by the mean over the replicate axis."""
     edit = Edit(program)
-    outer = plan.policy.outer or OuterSGD()
-    pending: tuple[Buffer, fx.Node, fx.Node] | None = None
-    with edit.at(edit.end, "update"):
-        for port, shard in list(edit.inputs.items()):
-            buffer = plan.buffer(port.name)
+    sent: list[tuple[Buffer, fx.Node, fx.Node]] = []
+    for port, shard in list(edit.inputs.items()):
+        buffer = plan.buffer(port.name)
+        with edit.at(edit.end, "backward" if late else "update"):
             anchor = edit.add_input(Port("in", "state", buffer.key, ANCHOR), shard.meta["val"])
             change = edit.call(aten.sub.Tensor, anchor, shard, mark=Mark("update", buffer.unit, buffer.key))
+            mean = change
             if plan.replicate > 1:
                 mark = Mark("reduce", buffer.unit, buffer.key)
-                change = edit.call(c10d.all_reduce.default, change, "avg", "replicate", mark=mark)
-            if pending is not None:
-                _move(edit, *pending, outer, plan)
-            pending = buffer, anchor, change
-        if pending is not None:
-            _move(edit, *pending, outer, plan)
+                mean = edit.call(c10d.all_reduce.default, change, "avg", "replicate", mark=mark)
+        if sent and not late:
+            _move(edit, *sent.pop(), plan, late)
+        sent.append((buffer, change, mean))
+    for one in sent:
+        _move(edit, *one, plan, late)
     return edit.done("outer_update")
 
 
-def _move(edit: Edit, buffer: Buffer, anchor: fx.Node, change: fx.Node, outer: OuterSGD, plan: Plan) -> None:
-    mark = Mark("update", buffer.unit, buffer.key)
-    if plan.replicate > 1:
-        change = edit.call(c10d.wait_tensor.default, change, mark=Mark("wait", buffer.unit, buffer.key))
-    if outer.momentum:
-        momentum = edit.add_input(Port("in", "state", buffer.key, MOMENTUM), anchor.meta["val"])
-        grown = edit.call(aten.mul.Tensor, momentum, outer.momentum, mark=mark)
-        grown = edit.call(aten.add.Tensor, grown, change, mark=mark)
-        edit.call(aten.copy_.default, momentum, grown, mark=mark)
-        change = edit.call(aten.add.Tensor, change, grown, alpha=outer.momentum, mark=mark) if outer.nesterov else grown
-    moved = edit.call(aten.add.Tensor, anchor, change, alpha=-outer.lr, mark=mark)
-    edit.call(aten.copy_.default, edit.inputs[Port("in", "shard", buffer.key)], moved, mark=mark)
+def _move(edit: Edit, buffer: Buffer, own: fx.Node, mean: fx.Node, plan: Plan, late: bool) -> None:
+    """``own``: this site's change; ``mean``: that of all sites, on the wire."""
+    outer, mark = plan.policy.outer or OuterSGD(), Mark("update", buffer.unit, buffer.key)
+    shard, anchor = (edit.inputs[Port("in", *one)] for one in (("shard", buffer.key), ("state", buffer.key, ANCHOR)))
+    with edit.at(edit.end, "update"):
+        if plan.replicate > 1:
+            mean = edit.call(c10d.wait_tensor.default, mean, mark=Mark("wait", buffer.unit, buffer.key))
+        if outer.momentum:
+            momentum = edit.add_input(Port("in", "state", buffer.key, MOMENTUM), anchor.meta["val"])
+            grown = edit.call(aten.mul.Tensor, momentum, outer.momentum, mark=mark)
+            grown = edit.call(aten.add.Tensor, grown, mean, mark=mark)
+            edit.call(aten.copy_.default, momentum, grown, mark=mark)
+            mean = edit.call(aten.add.Tensor, mean, grown, alpha=outer.momentum, mark=mark) if outer.nesterov else grown
+        moved = edit.call(aten.add.Tensor, anchor, mean, alpha=-outer.lr, mark=mark)
+        weights = moved
+        if late:
+            weights = edit.call(aten.sub.Tensor, moved, anchor, mark=mark)
+            weights = edit.call(aten.add.Tensor, weights, own, mark=mark)
+            weights = edit.call(aten.add.Tensor, shard, weights, mark=mark)
+        edit.call(aten.copy_.default, anchor, moved, mark=mark)
+        edit.call(aten.copy_.default, shard, weights, mark=mark)

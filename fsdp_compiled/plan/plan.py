@@ -32,7 +32,7 @@ from fsdp_compiled.plan.hardware import CPU, Cluster
 from fsdp_compiled.plan.leaf import Leaf
 from fsdp_compiled.plan.owners import dealt, update_cost
 from fsdp_compiled.plan.text import describe, fold
-from fsdp_compiled.policy import Placement, Policy
+from fsdp_compiled.policy import OuterSGD, Placement, Policy
 
 Axis = Literal["shard", "replicate", "tp"]
 
@@ -273,6 +273,21 @@ class Plan:
     def graphed(self) -> bool:
         """Whether a step is assumed to run as a CUDA graph, in which the host launches nothing itself."""
         return self.device.type == "cuda" and self.policy.cuda_graph is not False and not self.policy.offload
+
+    @cached_property
+    def exchanged(self) -> list[tuple[int, list[Buffer]]]:
+        """The parts that sites exchange under ``Policy.sync_every``, of about equal size: each with the step of a round
+        after which it is sent."""
+        assert self.policy.sync_every is not None
+        outer, trained = self.policy.outer or OuterSGD(), [buffer for buffer in self.buffers if buffer.updated]
+        total, before = sum(map(self.shard_numel, trained)), 0
+        parts: dict[int, list[Buffer]] = {}
+        for buffer in trained:
+            middle = before + self.shard_numel(buffer) / 2
+            parts.setdefault(int(outer.parts * middle / total), []).append(buffer)
+            before += self.shard_numel(buffer)
+        steps = (self.policy.sync_every * (number + 1) // len(parts) for number in range(len(parts)))
+        return list(zip(steps, parts.values(), strict=True))
 
     def buffer(self, key: str) -> Buffer:
         return self._by_key[key]

@@ -132,6 +132,12 @@ def _check_local_steps(policy: Policy) -> None:
                 f"Policy.outer={policy.outer} moves weights every sync_every steps, which is None. Give it."
             )
         return
+    outer = policy.outer or OuterSGD()
+    if outer.parts > policy.sync_every or outer.overlap >= policy.sync_every:
+        raise ValueError(
+            f"Policy.outer={outer} with sync_every={policy.sync_every}: expected at most as many parts as steps, and "
+            "an overlap of fewer steps, so that a part has arrived before it leaves again."
+        )
     _check_beside(
         policy, f"sync_every={policy.sync_every}",
         loss_scale="a step may be void on one site and not on another. Train in bfloat16",
@@ -144,7 +150,7 @@ def _check_local_steps(policy: Policy) -> None:
 def _check_wire(policy: Policy) -> None:
     if policy.wire is not None:
         yet = "it is not supported yet"
-        _check_beside(policy, f"wire={policy.wire!r}", offload=yet, loss_scale=yet, sync_every=yet)
+        _check_beside(policy, f"wire={policy.wire!r}", offload=yet, loss_scale=yet)
 
 
 def _check_beside(policy: Policy, what: str, **fields: str) -> None:

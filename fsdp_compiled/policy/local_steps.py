@@ -45,11 +45,18 @@ class OuterSGD:
     the sites of how far each site's weights moved. The defaults are those of DiLoCo (Douillard et al., 2023).
 
     ``lr`` 1, ``momentum`` 0 and ``nesterov`` False: the weights become the mean of the sites' weights.
+
+    ``parts``: the model is exchanged in so many parts of about equal size, a part at a time, evenly over
+    ``Policy.sync_every`` steps (Streaming DiLoCo: Douillard et al., 2025, https://arxiv.org/abs/2501.18512).
+    ``overlap``: a part travels during so many further steps, and moves the weights after them; what a site learned
+    meanwhile stays added to its own weights, and is part of the next exchange. 0: sites wait for it.
     """
 
     lr: float = 0.7
     momentum: float = 0.9
     nesterov: bool = True
+    parts: int = 1
+    overlap: int = 0
 
     def __post_init__(self) -> None:
         if not (is_number(self.lr) and 0 < self.lr < math.inf):
@@ -60,6 +67,10 @@ class OuterSGD:
             raise ValueError(f"OuterSGD.nesterov is {self.nesterov!r}; expected True or False.")
         if self.nesterov and not self.momentum:
             raise ValueError("OuterSGD.nesterov needs a momentum above 0, as in torch.optim.SGD. Give nesterov=False.")
+        for name, least in (("parts", 1), ("overlap", 0)):
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or value < least:
+                raise ValueError(f"OuterSGD.{name} is {value!r}; expected a whole number, {least} or more.")
 
 
 def sites(shard: str, ranks: int, replicas: int) -> tuple[int, int]:

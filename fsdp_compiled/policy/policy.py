@@ -214,7 +214,8 @@ class Policy:
         on a mesh of one axis each rank is a site. After the last of so many calls of `Sharded.step`, the mean over the
         sites of how far weights came since the last exchange is the gradient of ``outer``, which moves the weights from
         where they were then: one all-reduce of parameters' size on the replicate axis, the program
-        `Sharded.outer_program`. `Sharded.synchronize` exchanges earlier, as at the end of a run.
+        `Sharded.outer_program`. `Sharded.synchronize` exchanges earlier, as at the end of a run. With ``wire`` what is
+        exchanged is sent in a byte an element.
 
         Meanwhile losses, norms, clipping, evaluation and parameters that are read are of this rank's site, as are
         SyncBatchNorm's statistics. Optimizer state stays with its site; module buffers stay with their rank. Rates are
@@ -226,7 +227,9 @@ class Policy:
         with optimizers of whole matrices.
     outer
         How an exchange moves the weights: `OuterSGD`. None: with its defaults, DiLoCo's, whose momentum of 0.9 is for
-        hundreds of exchanges; with 40 of them 0.6 lost less (bench/README.md).
+        hundreds of exchanges; with 40 of them 0.6 lost less (bench/README.md). Its ``parts`` and ``overlap`` exchange
+        the model in parts, each of which travels beside the next steps (`Sharded.outer_parts`). Then what is written to
+        parameters after the first step counts for how far a site came, until `Sharded.synchronize`.
     """
 
     shard: str = "zero3"

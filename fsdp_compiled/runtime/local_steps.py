@@ -4,6 +4,12 @@
     exchange              passes/outer_update, over the plan that has one; all ranks meet before
     step H + 1 ...
 
+Or in parts (`OuterSGD.parts`), each in its own step of a round, and each travelling while steps go on (``overlap``):
+
+    step 2                            departure of part 0    nobody waits: gloo and NCCL work beside the steps
+    step 3 ... step 2 + overlap       arrival of part 0      all ranks meet before; the program's second half
+    step 4                            departure of part 1
+
 The anchor holds the weights after the last exchange. It is copied when the next step begins, so it includes weights
 that are loaded or written before then. The optimizer's state always differs between sites, and weights differ between
 exchanges. So a checkpoint stores the anchor, which is the same on all sites, as the model's weights. It also stores
@@ -14,7 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -23,12 +29,14 @@ from fsdp_compiled.capture.global_modes import outside_modes
 from fsdp_compiled.distributed.mesh import Mesh
 from fsdp_compiled.ir.program import ANCHOR, MOMENTUM, Port, Program
 from fsdp_compiled.lower.lowering import Runner, below_autograd
+from fsdp_compiled.lower.split_forward_backward import cut
 from fsdp_compiled.plan.plan import Plan
-from fsdp_compiled.policy import Policy, sites
+from fsdp_compiled.policy import OuterSGD, Policy, sites
 from fsdp_compiled.runtime.programs.program_maker import ProgramMaker
 from fsdp_compiled.runtime.state import State
 
 Saved = Mapping[str, Any]
+Tensors = dict[str, torch.Tensor]
 
 
 def own_sites(mesh: Mesh, shard: str) -> Mesh:
@@ -44,20 +52,49 @@ def exchanges(policy: Policy, replicas: int) -> tuple[str, ...]:
     """The note about exchanges that a plan prints; empty if there are none."""
     if policy.sync_every is None:
         return ()
-    return (f"{replicas} site{'s' * (replicas > 1)} by themselves for {policy.sync_every} steps, then an exchange",)
+    outer = policy.outer or OuterSGD()
+    how = f" in {outer.parts} parts" * (outer.parts > 1) + f", {outer.overlap} steps on the way" * (outer.overlap > 0)
+    return (
+        f"{replicas} site{'s' * (replicas > 1)} by themselves for {policy.sync_every} steps, then an exchange{how}",
+    )
+
+
+class Due(NamedTuple):
+    """What is to be run next: an exchange, or the ``"departure"`` or ``"arrival"`` of one; ``part`` None: of all."""
+
+    what: str
+    part: int | None = None
+
+    def __str__(self) -> str:
+        return self.what if self.part is None else f"{self.what} of part {self.part}"
 
 
 class LocalSteps:
-    """``steps``: how many steps this rank made since the last exchange. ``program``: the program of an exchange."""
+    """``steps``: how many steps this rank made since all weights were the same; ``due``: what of exchanges comes next.
+
+    ``program``: exchanges everything at once; ``parts``: the programs of each part under `OuterSGD.parts` and
+    ``overlap``, one, or two between which it travels.
+    """
 
     def __init__(self, plan: Plan, mesh: Mesh, maker: ProgramMaker, state: State) -> None:
         """``plan``: the plan of one site. ``state``: gets the tensors that an exchange reads and writes."""
         assert plan.policy.sync_every is not None
-        self.every, self.steps = plan.policy.sync_every, 0
-        self.program: Program = passes.outer(replace(plan, replicate=mesh.replicate))
+        outer = plan.policy.outer or OuterSGD()
+        self.every, self.steps, self._overlap = plan.policy.sync_every, 0, outer.overlap
+        self.due: list[Due] = []
+        joined, parts = replace(plan, replicate=mesh.replicate), plan.exchanged
+        self.program = passes.outer(joined, [buffer for _, buffers in parts for buffer in buffers])
+        self.parts: list[tuple[Program, ...]] = []
+        self._sent_after = [step for step, _ in parts]
+        if len(parts) > 1 or outer.overlap:
+            programs = (passes.outer(joined, buffers, late=outer.overlap > 0) for _, buffers in parts)
+            self.parts = [halves(one) if outer.overlap else (one,) for one in programs]
         self._maker = maker
-        self._runner: Runner | None = None
-        self._where = {"sites": mesh.replicate, "ranks": mesh.shard}
+        self._runners: dict[int, Runner] = {}
+        self._travelling: dict[int, Tensors] = {}  # what a part's first program left to its second
+        self._where = {"sites": mesh.replicate, "ranks": mesh.shard, "parts": len(parts), "overlap": outer.overlap}
+        rank = mesh.shard_rank + mesh.shard * mesh.replicate_rank  # for the noise of `Policy.wire`
+        self._rank = torch.tensor([rank], device=plan.device)
         self._shards = [port.name for port in self.program.inputs if port.kind == "shard"]
         for port, node in self.program.inputs.items():
             if port.kind == "state":
@@ -70,16 +107,68 @@ class LocalSteps:
                 for key, anchor in self.anchors(state).items():
                     anchor.copy_(state.parameters[key])
 
+    def step_ended(self) -> None:
+        self.steps += 1
+        if not self.parts:
+            self.due += [Due("exchange")] * (self.steps == self.every)
+            return
+        for what, late in (("arrival", self._overlap), ("departure", 0)) if self._overlap else (("exchange", 0),):
+            for part, step in enumerate(self._sent_after):
+                since = self.steps - step - late
+                if since >= 0 and since % self.every == 0:
+                    self.due.append(Due(what, part))
+        if self.steps == 2 * self.every:
+            self.steps = self.every  # the same place in a round
+
+    def finish(self) -> None:
+        """Makes everything due: what travels arrives, and then all is exchanged."""
+        self.due = [*(Due("arrival", part) for part in self._travelling), *[Due("exchange")] * (self.steps > 0)]
+
+    def restart(self) -> None:
+        """Sites begin with the weights that they have now."""
+        self._wait()
+        self._travelling.clear()
+        self.steps, self.due = 0, []
+
+    def meets(self) -> bool:
+        """Whether all ranks meet before what is due first: not for a departure, which nobody waits for."""
+        return self.due[0].what != "departure" or id(self._program(self.due[0])) not in self._runners
+
+    def _program(self, due: Due) -> Program:
+        return self.program if due.part is None else self.parts[due.part][due.what == "arrival"]
+
     def exchange(self, state: State) -> None:
-        """Runs the exchange, which updates the weights. All ranks have met, and make the same call."""
-        if self._runner is None:
-            self._runner, _ = self._maker.lower(self.program)
-        held = {"shard": state.parameters, "state": state.optimizer}
+        """Runs what is due first. All ranks make the same call."""
+        due = self.due[0]
+        found = self._run(self._program(due), state, self._travelling.get(due.part, {}) if due.part is not None else {})
+        if due.part is None:
+            self.steps = 0
+        elif due.what == "departure":
+            self._travelling[due.part] = found
+        elif due.what == "arrival":
+            del self._travelling[due.part]
+        del self.due[0]
+
+    def _run(self, program: Program, state: State, travelling: Tensors) -> Tensors:
+        if id(program) not in self._runners:
+            self._runners[id(program)], _ = self._maker.lower(program)
+        held: Mapping[str, Mapping[str, torch.Tensor]] = {
+            "shard": state.parameters, "state": state.optimizer, "saved": travelling, "step": {"": state.step},
+            "rank": {"": self._rank},
+        }  # fmt: skip
         with below_autograd():
-            self._runner(*(held[port.kind][port.key] for port in self.program.inputs))
-        for key in self._shards:  # PyTorch counts no writes below autograd, but readers of the counter need it
-            torch.autograd.graph.increment_version(state.parameters[key])
-        self.steps = 0
+            results = self._runners[id(program)](*(held[port.kind][port.key] for port in program.inputs))
+        found = {port.key: result for port, result in zip(program.outputs, results, strict=True)}
+        if not found:  # PyTorch counts no writes below autograd, but readers of the counter need it
+            keys = [port.name for port in program.inputs if port.kind == "shard"]
+            torch.autograd.graph.increment_version([state.parameters[key] for key in keys])
+        return found
+
+    def _wait(self) -> None:
+        """Waits for what travels, so that it can be read."""
+        for tensors in self._travelling.values():
+            for tensor in tensors.values():
+                torch.ops._c10d_functional.wait_tensor(tensor)
 
     def anchors(self, state: State) -> dict[str, torch.Tensor]:
         return {key: state.optimizer[Port("in", "state", key, ANCHOR).key] for key in self._shards}
@@ -93,25 +182,38 @@ class LocalSteps:
     def saved(self, state: State) -> dict[str, Any]:
         """What this rank needs to go on, besides what is the same on all sites."""
         weights = {key: state.parameters[key] for key in self._shards} if self.steps else {}
-        return {"steps": self.steps, **self._where, "state": _apart(state), "weights": weights}
+        self._wait()
+        travelling = {str(part): dict(tensors) for part, tensors in self._travelling.items()}
+        own = {"state": _apart(state), "weights": weights, "travelling": travelling}
+        return {"steps": self.steps, **self._where, **own}
 
     def fits(self, saved: Saved, sizes: Mapping[str, Sequence[int]], state: State) -> bool:
         """Whether this rank can go on from what was saved. ``sizes``: of the saved state, by name."""
         own = {name: tuple(tensor.shape) for name, tensor in _apart(state).items()}
-        return all(saved[name] == size for name, size in self._where.items()) and own == dict(sizes)
+        before = {"parts": 1, "overlap": 0, **saved}  # a checkpoint may be from before there were these
+        return all(before[name] == size for name, size in self._where.items()) and own == dict(sizes)
 
     def load(self, saved: Saved | None, state: State) -> None:
         """Goes on from ``saved``; if it is None, from the present weights, as after an exchange."""
-        self.steps = saved["steps"] if saved is not None else 0
+        self.restart()
         if saved is None:
             for name, tensor in state.optimizer.items():
                 if name.endswith(f".{MOMENTUM}"):
                     tensor.zero_()
             return
+        self.steps = saved["steps"]
         for name, tensor in saved["state"].items():
             state.optimizer[name].copy_(tensor)
         for key, tensor in saved["weights"].items():
             state.parameters[key].copy_(tensor)
+        for part, tensors in saved.get("travelling", {}).items():
+            self._travelling[int(part)] = {key: tensor.to(self._rank.device) for key, tensor in tensors.items()}
+
+
+def halves(program: Program) -> tuple[Program, Program]:
+    """The program up to where all is sent, and the rest. What the first returns, the second takes."""
+    split = cut(program, "update")
+    return split.forward, split.backward
 
 
 def _apart(state: State) -> dict[str, torch.Tensor]:

@@ -18,6 +18,7 @@ from fsdp_compiled.capture.global_modes import outside_modes
 from fsdp_compiled.distributed.uneven_inputs import Announced, Joined
 from fsdp_compiled.ir.program import Port, Program
 from fsdp_compiled.report import dump
+from fsdp_compiled.runtime.local_steps import LocalSteps
 from fsdp_compiled.runtime.module_buffers import take
 from fsdp_compiled.runtime.one_thread import one_thread
 from fsdp_compiled.runtime.parameters.gathered_call import hold, release, wholes_of
@@ -54,7 +55,8 @@ class Sharded(ShardedCheckpoints):
             self._between_steps("synchronize")
             self._checkpoints.check()
             self._taken.check()
-        if self._local.steps:
+        self._local.finish()
+        if self._local.due:
             self._exchange_sites(self._local, self._state)
         else:
             with self._meeting(f"exchange after 0 local steps{self._hyperparameters}"):
@@ -225,10 +227,18 @@ class Sharded(ShardedCheckpoints):
 
     @property
     def outer_program(self) -> Program:
-        """The program of an exchange between sites, under ``Policy.sync_every``."""
+        """The program of an exchange between sites of everything at once, under ``Policy.sync_every``."""
+        return self._sites().program
+
+    @property
+    def outer_parts(self) -> tuple[tuple[Program, ...], ...]:
+        """The programs of each part, under `OuterSGD.parts` and ``overlap``: one, or what is sent, and what it does."""
+        return tuple(self._sites().parts)
+
+    def _sites(self) -> LocalSteps:
         if self._local is None:
             raise RuntimeError("There is no exchange between sites: Policy.sync_every is None.")
-        return self._local.program
+        return self._local
 
     @property
     def programs(self) -> tuple[Program, ...]:

@@ -102,8 +102,7 @@ class ShardedCalls:
 
     def _run_step(self, state: State, batch: tuple[Any, ...], named: dict[str, Any]) -> tuple[Any, State]:
         if self._local is not None:
-            if self._local.steps == self._local.every:  # the exchange failed, and the step before it did not
-                self._exchange_sites(self._local, state)
+            self._exchange_sites(self._local, state)  # what is due since one failed, and the step before it did not
             self._local.step_begins(state)
         compiled, outputs = self._run("last" if state.sums else "step", state, batch, named)
         if state is self._state:
@@ -111,16 +110,19 @@ class ShardedCalls:
         self._norm = outputs.get(NORM)
         result = compiled.capture.rebuild(outputs), state.consume()
         if self._local is not None:
-            self._local.steps += 1
-            if self._local.steps == self._local.every:
-                self._exchange_sites(self._local, result[1])
+            self._local.step_ended()
+            self._exchange_sites(self._local, result[1])
         return result
 
     def _exchange_sites(self, local: LocalSteps, state: State) -> None:
-        """Collective: all ranks have made equally many steps since the last exchange, with the same rates."""
-        label = f"exchange after {local.steps} local steps{self._hyperparameters}"
-        with self._meeting(label), outside_modes(), self._calls.abandoning(f"{HALF} "), self._calls.naming():
-            local.exchange(state)
+        """Runs what is due. Collective: all ranks have made equally many steps, with the same rates."""
+        while local.due:
+            label = f"{local.due[0]} after {local.steps} local steps{self._hyperparameters}"
+            with (
+                self._meeting(label) if local.meets() else nullcontext(), outside_modes(),
+                self._calls.abandoning(f"{HALF} "), self._calls.naming(),
+            ):  # fmt: skip
+                local.exchange(state)
 
     def _run(
         self, kind: Kind, state: State, batch: tuple[Any, ...], named: dict[str, Any]

@@ -138,7 +138,7 @@ class ShardedCheckpoints(ShardedCalls):
             work = hugging_face.read_weights(place, bool(strict), self.model, trained, self._mesh)
             self._checkpoints.run(trained, "What import_weights reads", work)()
         if self._local is not None:
-            self._local.steps = 0  # what was loaded is where the sites begin
+            self._local.restart()  # what was loaded is where the sites begin
 
     @one_thread
     def load_full_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -152,7 +152,7 @@ class ShardedCheckpoints(ShardedCalls):
             work = whole.load_given(state_dict, self.model, trained, self._mesh)
             self._checkpoints.run(trained, "What load_full_state_dict is given", work)()
         if self._local is not None:
-            self._local.steps = 0  # what was loaded is where the sites begin
+            self._local.restart()  # what was loaded is where the sites begin
 
     @one_thread
     def full_optimizer_state_dict(self) -> dict[str, Any]:

@@ -9,8 +9,11 @@ import pytest
 import torch
 from torch import nn
 
-from fsdp_compiled import OuterSGD, Policy, compile_sharded, simulate
-from fsdp_compiled.ir.nodes import is_collective
+from fsdp_compiled import OuterSGD, Policy, compile_sharded, passes, simulate
+from fsdp_compiled.ir.nodes import is_collective, is_wait, mutated
+from fsdp_compiled.plan.leaf import Leaf
+from fsdp_compiled.plan.make_plan import make_plan
+from fsdp_compiled.runtime.local_steps import halves
 from tests.launch import launch
 from tests.workers.local_steps import FOUR, TWO, Net, loss_of
 
@@ -25,7 +28,7 @@ def two() -> list[dict[str, Any]]:
 @pytest.mark.parametrize("case", TWO)
 def test_sites_are_those_of_a_loop_written_by_hand(two: list[dict[str, Any]], case: str) -> None:
     """Bit for bit, but where gradients' norms or kernels sum in another order."""
-    bound = 1e-6 if "clipping" in case or case == "inductor" else 0.0
+    bound = 1e-6 if "clipping" in case or "inductor" in case else 0.0
     for found in (one[case] for one in two):
         mine, expected = found["losses"]
         assert mine == pytest.approx(expected, rel=bound, abs=bound)
@@ -43,9 +46,18 @@ def test_so_are_two_sites_of_two_ranks(four: list[dict[str, Any]], case: str) ->
     test_sites_are_those_of_a_loop_written_by_hand(four, case)
 
 
+@pytest.mark.parametrize("late", ["0", "1"])
+@pytest.mark.parametrize("ranks", ["two", "four"])
+def test_exchanges_are_sent_in_a_byte_an_element(ranks: str, late: str, request: pytest.FixtureRequest) -> None:
+    """Sites stay alike, and near those that send all of it."""
+    for found in (one["int8"][late] for one in request.getfixturevalue(ranks)):
+        assert found["alike"] and 1e-6 < found["weights"] < found["alone"] / 5
+
+
 def test_runs_that_were_cut_anywhere_go_on_bit_for_bit(two: list[dict[str, Any]]) -> None:
     for found in (one["resumed"] for one in two):
         assert found["bit for bit"] == {"2": True, "3": True, "4": True} and not found["control"]
+        assert len(found["late, int8"]) == 4 and all(found["late, int8"].values())
         assert "it is of local steps (Policy.sync_every) of 2 sites of 1 ranks" in found["elsewhere"]
         assert found["from none"] == [0, True]
     assert two[0]["resumed"]["anchor"]
@@ -80,6 +92,22 @@ def test_one_process_has_no_collective_and_an_exchange_of_its_own() -> None:
     assert {port.kind for port in sharded.outer_program.inputs} == {"shard", "state"}
 
 
+def test_an_exchange_that_travels_is_cut_behind_what_is_sent() -> None:
+    """The second half of each part begins where the first one's collectives are awaited, and writes alone."""
+    leaves = [Leaf((f"layers.{n}",), (36,), (1,), torch.float32, True, 0, f"layers.{n}") for n in range(4)]
+    policy = Policy("ddp", sync_every=8, outer=OuterSGD(parts=2, overlap=3), bucket_mb=0)
+    plan = make_plan(leaves, policy, torch.device("cpu"), 1, 2, 1)
+    assert [step for step, _ in plan.exchanged] == [4, 8] and [len(part) for _, part in plan.exchanged] == [2, 2]
+    for _, buffers in plan.exchanged:
+        program = passes.outer(plan, buffers, late=True)
+        sent, arrived = halves(program)
+        assert [is_collective(node) for node in sent.graph.nodes].count(True) == len(buffers)
+        assert not any(is_wait(node) or mutated(node) for node in sent.graph.nodes)
+        assert not any(is_collective(node) for node in arrived.graph.nodes)
+        assert {port.kind for port in arrived.inputs} == {"shard", "state", "saved"} and not arrived.outputs
+        assert sum(bool(mutated(node)) for node in arrived.graph.nodes) == 3 * len(buffers)
+
+
 @pytest.mark.parametrize("outer", [None, OuterSGD(1.0, 0.0, nesterov=False)])
 def test_what_is_kept_for_an_exchange_is_in_the_predicted_memory(outer: OuterSGD | None) -> None:
     found = []
@@ -105,6 +133,8 @@ def test_local_steps_are_not_simulated() -> None:
         ({"sync_every": 0}, "Policy.sync_every is 0"),
         ({"outer": OuterSGD()}, "which is None"),
         ({"sync_every": 2, "outer": 0.7}, "expected an OuterSGD"),
+        ({"sync_every": 2, "outer": OuterSGD(parts=3)}, "as many parts as steps"),
+        ({"sync_every": 2, "outer": OuterSGD(overlap=2)}, "an overlap of fewer steps"),
         ({"sync_every": 2, "loss_scale": "dynamic"}, "Policy.loss_scale"),
         ({"sync_every": 2, "weigh": "rows"}, "Policy.weigh"),
         ({"sync_every": 2, "verify": True}, "Policy.verify"),
@@ -117,7 +147,7 @@ def test_what_does_not_go_with_local_steps_is_refused(fields: dict[str, Any], me
 
 
 def test_numbers_of_the_outer_optimizer_are_checked() -> None:
-    for fields in ({"lr": 0.0}, {"momentum": 1.0}, {"momentum": 0.0}, {"nesterov": 1}):
+    for fields in ({"lr": 0.0}, {"momentum": 1.0}, {"momentum": 0.0}, {"nesterov": 1}, {"parts": 0}, {"overlap": -1}):
         with pytest.raises(ValueError, match="OuterSGD"):
             OuterSGD(**fields)  # type: ignore[arg-type]
 

@@ -50,6 +50,7 @@ class Case:
     clip: float | None = None
     parts: int = 1  # microbatches
     lower: str = "eager"
+    wire: Any = None
 
 
 TWO = {
@@ -59,6 +60,10 @@ TWO = {
     "heavy ball": Case("ddp", flat=True, outer=OuterSGD(0.5, 0.8, False)),
     "microbatches and clipping": Case(clip=0.5, parts=2),
     "inductor": Case(optimizer="adamw", lower="inductor"),
+    "late": Case("ddp", flat=True, optimizer="adamw", outer=OuterSGD(overlap=2)),
+    "parts": Case("ddp", flat=True, outer=OuterSGD(parts=3)),
+    "late parts": Case("ddp", flat=True, outer=OuterSGD(0.5, 0.8, False, parts=2, overlap=2)),
+    "inductor, late": Case(optimizer="adamw", lower="inductor", outer=OuterSGD(overlap=1)),
 }
 FOUR = {
     "zero3": Case(optimizer="adamw"),
@@ -66,6 +71,7 @@ FOUR = {
     "zero1": Case("zero1"),
     "ddp": Case("ddp"),
     "clipping": Case(clip=0.5),
+    "late parts": Case(optimizer="adamw", outer=OuterSGD(parts=3, overlap=1)),
 }
 
 
@@ -90,7 +96,7 @@ def model() -> Net:
 def sharded_of(case: Case, every: int = EVERY) -> Sharded:
     own = model()
     mesh = None if case.flat else init_device_mesh("cpu", (2, dist.get_world_size() // 2), mesh_dim_names=AXES)
-    policy = Policy(case.shard, lower=case.lower, clip=case.clip, sync_every=every, outer=case.outer)
+    policy = Policy(case.shard, lower=case.lower, clip=case.clip, sync_every=every, outer=case.outer, wire=case.wire)
     return compile_sharded(own, inner(case, own), loss=loss_of, mesh=mesh, policy=policy)
 
 
@@ -113,17 +119,68 @@ def trained(case: Case) -> tuple[list[float], dict[str, torch.Tensor], dict[str,
     return losses, weights, {name: value.clone() for name, value in sharded.model.named_buffers()}
 
 
+def parts_of(case: Case) -> list[tuple[int, list[str]]]:
+    """The names of the parameters that are exchanged together, each with the step of a round after which."""
+    plan = sharded_of(case).plan
+    return [(step, [slot.name for buffer in part for slot in buffer.slots]) for step, part in plan.exchanged]
+
+
+class Sites:
+    """The exchange in plain PyTorch. ``lr``: another rate; ``crosses``: whether sites exchange."""
+
+    def __init__(
+        self, case: Case, named: dict[str, nn.Parameter], across: Any, lr: float | None, crosses: bool
+    ) -> None:
+        self.outer, self.named, self.across, self.crosses = case.outer or OuterSGD(), named, across, crosses
+        self.parts = parts_of(case)
+        self.anchors = {name: nn.Parameter(one.detach().clone()) for name, one in named.items()}
+        numbers = {"momentum": self.outer.momentum, "nesterov": self.outer.nesterov}
+        self.moves = {
+            name: torch.optim.SGD([one], lr or self.outer.lr, **numbers) for name, one in self.anchors.items()
+        }
+        self.sent: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def send(self, names: list[str]) -> None:
+        for name in names:
+            own = self.anchors[name].detach() - self.named[name].detach()
+            mean = own.clone()
+            if self.crosses:
+                dist.all_reduce(mean, dist.ReduceOp.AVG, self.across)
+            self.sent[name] = own, mean
+
+    @torch.no_grad()
+    def arrive(self, names: list[str], late: bool) -> None:
+        for name in names:
+            before = self.anchors[name].detach().clone()
+            own, self.anchors[name].grad = self.sent.pop(name)
+            self.moves[name].step()
+            anchor, parameter = self.anchors[name], self.named[name]
+            parameter.copy_(parameter + ((anchor - before) + own) if late else anchor)
+
+    def after(self, number: int, last: bool) -> None:
+        for step, names in self.parts:
+            if self.sent.keys() & set(names) and (last or (number - step - self.outer.overlap) % EVERY == 0):
+                self.arrive(names, late=True)
+        for step, names in self.parts:
+            if not last and (number - step) % EVERY == 0 and number >= step:
+                self.send(names)
+                if not self.outer.overlap:
+                    self.arrive(names, late=False)
+        if last:
+            self.send(list(self.named))
+            self.arrive(list(self.named), late=False)
+
+
 def by_hand(case: Case, lr: float | None = None, crosses: bool = True) -> tuple[list[float], Any, Any]:
-    """The same in plain PyTorch; ``lr``: another rate of the outer optimizer; ``crosses``: whether sites exchange."""
+    """The same in plain PyTorch."""
     ranks = dist.get_world_size() // 2
     mesh = init_device_mesh("cpu", (2, ranks), mesh_dim_names=AXES)
     site, across = mesh.get_group("shard"), mesh.get_group("replicate")
-    own, outer = model(), case.outer or OuterSGD()
+    own = model()
     optimizer = inner(case, own)
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.7)
     parameters = list(own.parameters())
-    anchors = [nn.Parameter(one.detach().clone()) for one in parameters]
-    moves = torch.optim.SGD(anchors, lr or outer.lr, momentum=outer.momentum, nesterov=outer.nesterov)
+    sites = Sites(case, dict(own.named_parameters()), across, lr, crosses)
     losses = []
     for number, parts in enumerate(batches(case.parts), 1):
         optimizer.zero_grad()
@@ -140,15 +197,9 @@ def by_hand(case: Case, lr: float | None = None, crosses: bool = True) -> tuple[
         schedule.step()
         dist.all_reduce(total, dist.ReduceOp.AVG, site)
         losses.append(float(total))
-        if number % EVERY == 0 or number == STEPS:
-            for anchor, parameter in zip(anchors, parameters, strict=True):
-                anchor.grad = anchor.detach() - parameter.detach()
-                if crosses:
-                    dist.all_reduce(anchor.grad, dist.ReduceOp.AVG, across)
-            moves.step()
-            with torch.no_grad():
-                for anchor, parameter in zip(anchors, parameters, strict=True):
-                    parameter.copy_(anchor)
+        sites.after(number, last=False)
+        if number == STEPS:
+            sites.after(number, last=True)
     return losses, dict(own.named_parameters()), dict(own.named_buffers())
 
 
@@ -179,34 +230,50 @@ def state_of(sharded: Sharded) -> dict[str, torch.Tensor]:
             **{f"buffer {k}": v.clone() for k, v in state.buffers.items()}}  # fmt: skip
 
 
-def resumed(case: Case) -> dict[str, Any]:
-    """Whether runs that were cut at each step, also between exchanges, go on bit for bit; and other checkpoints."""
-    found: dict[str, Any] = {}
+def shared_folder() -> TemporaryDirectory[str] | str:
+    """A folder for all ranks; rank 0 removes it."""
+    holder = TemporaryDirectory() if dist.get_rank() == 0 else None
+    folder = [holder.name if holder else None]
+    dist.broadcast_object_list(folder)
+    return holder or str(folder[0])
+
+
+def cut_anywhere(case: Case, folder: str, cuts: tuple[int, ...]) -> tuple[dict[int, bool], dict[str, torch.Tensor]]:
+    """Whether runs that were cut after these steps go on bit for bit; and the final state."""
     every = list(batches(steps=STEPS))
     whole = sharded_of(case)
-    holder = [TemporaryDirectory() if dist.get_rank() == 0 else None]
-    folder = [holder[0].name if holder[0] else None]
-    dist.broadcast_object_list(folder)
-    states, saved = {}, []
     for number, ((one,)) in enumerate(every, 1):
         whole.step(*one)
-        if number in (2, 3, 4):
-            whole.save(f"{folder[0]}/run", wait=True)
-            saved.append(state_of(whole))
-    final = state_of(whole)
-    for cut in (2, 3, 4):
+        if number in cuts:
+            whole.save(folder, wait=True)
+    whole.synchronize()
+    final, found = state_of(whole), {}
+    for cut in cuts:
         again = sharded_of(case)
         again.step(*every[5][0])  # what is loaded replaces it
-        again.load(f"{folder[0]}/run", step=cut)
+        again.load(folder, step=cut)
         for one in every[cut:]:
             again.step(*one[0])
-        states[cut] = all(torch.equal(value, final[name]) for name, value in state_of(again).items())
-    found["bit for bit"] = states
+        again.synchronize()
+        found[cut] = all(torch.equal(value, final[name]) for name, value in state_of(again).items())
+    return found, final
+
+
+def resumed(case: Case) -> dict[str, Any]:
+    """Whether runs that were cut at each step, also between exchanges, go on bit for bit; and other checkpoints."""
+    holder = shared_folder()
+    folder = [holder if isinstance(holder, str) else holder.name]
+    every = list(batches(steps=STEPS))
+    states, final = cut_anywhere(case, f"{folder[0]}/run", (2, 3, 4))
+    found: dict[str, Any] = {"bit for bit": states}
+    late = Case("ddp", flat=True, optimizer="adamw", outer=OuterSGD(parts=2, overlap=2), wire="int8")
+    found["late, int8"] = cut_anywhere(late, f"{folder[0]}/late", (1, 2, 3, 5))[0]
     broken = sharded_of(case)
     broken.load(f"{folder[0]}/run", step=2)
     broken._local.steps = 0  # type: ignore[union-attr]  # the control: where in the round it was is lost
     for one in every[2:]:
         broken.step(*one[0])
+    broken.synchronize()
     found["control"] = all(torch.equal(value, final[name]) for name, value in state_of(broken).items())
     # Elsewhere: without local steps.
     own = model()
@@ -227,8 +294,8 @@ def resumed(case: Case) -> dict[str, Any]:
         all(not v.any() for k, v in at_exchange.state.optimizer.items() if k.endswith("outer.momentum")),
     ]
     dist.barrier()
-    if holder[0]:
-        holder[0].cleanup()
+    if not isinstance(holder, str):
+        holder.cleanup()
     return found
 
 
@@ -300,6 +367,10 @@ def main(result: str) -> None:
     two = dist.get_world_size() == 2
     first = Case("ddp", flat=True, optimizer="adamw") if two else Case(optimizer="adamw")
     found: dict[str, Any] = {name: beside(case) for name, case in (TWO if two else FOUR).items()}
+    found["int8"] = {
+        str(late): beside(Case("ddp" if two else "zero3", flat=two, outer=OuterSGD(overlap=late), wire="int8"))
+        for late in (0, 1)
+    }
     calls: dict[str, Callable[[Case], Any]] = {"resumed": resumed, "between": between, "disagreeing": disagreeing}
     for name, call in calls.items():
         found[name] = call(copy.copy(first))
