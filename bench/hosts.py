@@ -10,8 +10,9 @@ die, which nobody tells the others.
 
 The switch is a process of its own that reads frames from one TAP device and writes them to another, later. It takes a
 host's next frame once the one before has left at its rate: so a host that sends too much waits, as behind a real card,
-and no frame is lost. (tc's ``tbf`` has a rate but no delay, and ``netem``, which has both, is missing from many
-kernels.) The switch and all namespaces end with the process that made them, however that ends.
+and no frame is lost but those that are to be (``loss``). (tc's ``tbf`` has a rate but no delay, and ``netem``, which
+has both, is missing from many kernels.) The switch and all namespaces end with the process that made them, however that
+ends.
 
 Needs Linux, root, ``ip``, ``unshare`` and ``/dev/net/tun``: `missing` says what is not there.
 
@@ -25,6 +26,7 @@ import fcntl
 import functools
 import heapq
 import os
+import random
 import select
 import shutil
 import signal
@@ -122,9 +124,9 @@ def sent() -> int:
 
 
 @contextmanager
-def hosts(count: int, gbps: float, delay: float = 0.0) -> Iterator[list[Host]]:
+def hosts(count: int, gbps: float, delay: float = 0.0, loss: float = 0.0) -> Iterator[list[Host]]:
     """So many hosts; ``gbps``: gigabits per second of each one's card, in each direction; ``delay``: seconds from card
-    to card."""
+    to card; ``loss``: the share of frames that the switch loses."""
     if (why := missing()) is not None:
         raise RuntimeError(f"no hosts can be made here: {why}")
     names = [f"fsdp-{os.getpid()}-{time.monotonic_ns() % 10**6}-{number}" for number in range(count)]
@@ -137,7 +139,7 @@ def hosts(count: int, gbps: float, delay: float = 0.0) -> Iterator[list[Host]]:
         for number, name in enumerate(names):
             _run("ip", "netns", "add", name)
             taps.append(_tap(f"t{os.getpid() % 10**6}n{number}", name, number))
-        command = [sys.executable, "-P", __file__, "--switch", f"{gbps}", f"{delay}", f"{reading}"]
+        command = [sys.executable, "-P", __file__, "--switch", f"{gbps}", f"{delay}", f"{loss}", f"{reading}"]
         command += [f"{tap}:{name}" for tap, name in zip(taps, names, strict=True)]
         process = subprocess.Popen(command, pass_fds=(reading, *taps), start_new_session=True)
         made += [Host(number, name, control) for number, name in enumerate(names)]
@@ -179,7 +181,7 @@ def _remove(namespaces: Sequence[str]) -> None:
         subprocess.run(["ip", "netns", "del", name], capture_output=True, check=False)
 
 
-def _switch(gbps: float, delay: float, control: int, taps: Sequence[int]) -> None:
+def _switch(gbps: float, delay: float, loss: float, control: int, taps: Sequence[int]) -> None:
     """Carries frames until whoever holds the other end of ``control`` ends."""
     seconds = 8e-9 / gbps  # a byte
     count = len(taps)
@@ -213,7 +215,7 @@ def _switch(gbps: float, delay: float, control: int, taps: Sequence[int]) -> Non
                 except BlockingIOError:
                     break
                 out[port] = max(now, out[port]) + len(frame) * seconds
-                if not plugged[port]:
+                if not plugged[port] or (loss and random.random() < loss):
                     continue
                 ports[frame[6:12]] = port
                 known = ports.get(frame[:6])
@@ -250,12 +252,13 @@ def main() -> int:
     parser.add_argument("--hosts", type=int, default=2)
     parser.add_argument("--gbps", type=float, default=1.0, help="of each host's card (%(default)s)")
     parser.add_argument("--delay-ms", type=float, default=0.0, help="from card to card (%(default)s)")
+    parser.add_argument("--loss", type=float, default=0.0, help="share of frames that are lost (%(default)s)")
     parser.add_argument("--nproc", type=int, default=1, help="ranks of a host (%(default)s)")
     parser.add_argument(
         "arguments", nargs=argparse.REMAINDER, help="as torchrun's: a script, or -m module, and its own"
     )
     chosen = parser.parse_args()
-    with hosts(chosen.hosts, chosen.gbps, chosen.delay_ms / 1e3) as among:
+    with hosts(chosen.hosts, chosen.gbps, chosen.delay_ms / 1e3, chosen.loss) as among:
         codes = [process.wait() for process in torchrun(among, chosen.nproc, chosen.arguments)]
         for host in among:
             print(f"host{host.number} sent {host.sent():,} bytes")
@@ -265,9 +268,9 @@ def main() -> int:
 if __name__ == "__main__":
     if sys.argv[1:2] == ["--switch"]:
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # the maker's to act on
-        given, pairs = sys.argv[2:5], [pair.split(":") for pair in sys.argv[5:]]
+        (gbps, delay, loss, control), pairs = sys.argv[2:6], [pair.split(":") for pair in sys.argv[6:]]
         try:
-            _switch(float(given[0]), float(given[1]), int(given[2]), [int(tap) for tap, _ in pairs])
+            _switch(float(gbps), float(delay), float(loss), int(control), [int(tap) for tap, _ in pairs])
         finally:
             _remove([name for _, name in pairs])
     else:

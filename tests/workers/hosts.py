@@ -1,9 +1,9 @@
 """Trains on several hosts, one step after another, and writes what each rank comes to.
 
 hosts.py RESULT FOLDER KIND STEPS under torchrun or forked. KIND: step; save (each step is saved; goes on from the
-newest of what is saved); exchange (local steps, exchanged after every third). A rank's lines, in FOLDER/rank<r>.jsonl,
-are where it is, a step each, and its error. RESULT: a digest of all weights, and what the network card of rank 0's host
-sent meanwhile, beside what the program says.
+newest of what is saved); exchange (local steps, exchanged after every third, two steps on the way). A rank's lines, in
+FOLDER/rank<r>.jsonl, are where it is, a step each, and its error. RESULT: a digest of all weights, and what the network
+card of rank 0's host sent meanwhile, beside what the program says.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from torch import nn
 
 from bench import fewer_bytes
 from bench.hosts import sent
-from fsdp_compiled import Policy, compile_sharded
+from fsdp_compiled import OuterSGD, Policy, compile_sharded
 from fsdp_compiled.distributed import watchdog
 
 WIDTH, COUNTED = 256, 5  # steps, the last ones, whose bytes are counted
@@ -41,7 +41,7 @@ def run(result: Path, folder: Path, kind: str, steps: int, tell: Callable[[dict[
     model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(4)))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     kinds: dict[str, dict[str, Any]] = {
-        "exchange": {"shard": "ddp", "sync_every": 3},
+        "exchange": {"shard": "ddp", "sync_every": 3, "outer": OuterSGD(overlap=2)},
         "save": {"network": "measure"},
     }
     fields = kinds.get(kind, {})
