@@ -11,11 +11,12 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from fsdp_compiled.capture.model_tensors import named_parameters
 from fsdp_compiled.distributed.lockstep import Exchange, Work
-from fsdp_compiled.distributed.mesh import Mesh, broadcast
+from fsdp_compiled.distributed.mesh import Mesh, broadcast, gather_parts, gather_shards
 from fsdp_compiled.optim.rule import Rule, StateTensor, rule_for
 from fsdp_compiled.plan.leaf import Leaf
-from fsdp_compiled.plan.plan import Buffer
+from fsdp_compiled.plan.plan import Buffer, Plan
 from fsdp_compiled.runtime.checkpoint import owned_state
 from fsdp_compiled.runtime.checkpoint.chunks import Chunk, Entry, whole_chunk
 from fsdp_compiled.runtime.checkpoint.chunks import tensors as every_tensor
@@ -25,9 +26,11 @@ from fsdp_compiled.runtime.checkpoint.loading import Pairs, chosen_values, prepa
 from fsdp_compiled.runtime.checkpoint.manifest import Manifest
 from fsdp_compiled.runtime.checkpoint.matching import FITS, Match, match_optimizer, refusal, taken_over
 from fsdp_compiled.runtime.checkpoint.values import tensor_names
-from fsdp_compiled.runtime.full_state_dict import collected
 from fsdp_compiled.runtime.managed_model import holding
 from fsdp_compiled.runtime.param_step_counts import names_of
+from fsdp_compiled.runtime.shard_model import read_slot
+from fsdp_compiled.runtime.state import wait_for_host_memory
+from fsdp_compiled.runtime.tensor_parallel.parts import whole_value
 
 log = logging.getLogger("fsdp_compiled")
 
@@ -182,6 +185,55 @@ def load_given(given: Mapping[str, Any], model: nn.Module, trained: Trained, mes
 def _loses(there: torch.dtype, here: torch.dtype) -> bool:
     """Whether a cast would make another kind of number of it: of whole ones, which scales may belong to, or complex."""
     return (there.is_floating_point, there.is_complex) != (here.is_floating_point, here.is_complex)
+
+
+def collected(own: torch.Tensor, buffer: Buffer, cut: bool, what: str, mesh: Mesh) -> Work[dict[str, torch.Tensor]]:
+    """``[numel / shard]`` on each rank (all of it if not ``cut``) -> copies on rank 0's CPU, by parameter name.
+
+    Other ranks get an empty dictionary. Runs in stages, as `lockstep` expects, each named by ``what``.
+    """
+    if cut:
+        yield what
+    full = gather_shards(own, mesh) if cut else own
+    if buffer.split:
+        yield f"{what}, over tp"
+    parts = gather_parts(full, mesh) if buffer.split else [full]
+    if mesh.rank != 0:
+        return {}
+    return {
+        slot.name: whole_value([read_slot(part, slot) for part in parts], slot.leaf).detach().cpu().clone()
+        for slot in buffer.slots
+    }
+
+
+def full_state_dict(
+    model: nn.Module,
+    plan: Plan,
+    mesh: Mesh,
+    shards: Mapping[str, torch.Tensor],
+    buffers: Mapping[str, torch.Tensor],
+) -> Work[dict[str, Any]]:
+    """The ordinary ``model.state_dict()``, on rank 0 and on the CPU; an empty dictionary elsewhere.
+
+    Runs in stages, for `lockstep`: if one rank fails, for example in a hook of the model on rank 0, every rank raises
+    an error. Nothing is changed.
+    """
+    wait_for_host_memory(plan)
+    whole: dict[str, torch.Tensor] = {}
+    for buffer in plan.buffers:
+        own = shards[buffer.key].to(plan.device)
+        found = yield from collected(own, buffer, plan.placement.parameter, buffer.key, mesh)
+        for slot in buffer.slots if found else ():
+            whole |= dict.fromkeys(slot.leaf.names, found[slot.name])
+        del own
+    if mesh.rank != 0:
+        return {}
+    instead: dict[int, torch.Tensor] = {
+        id(old): nn.Parameter(whole[name], old.requires_grad) for name, old in named_parameters(model)
+    }
+    instead |= {id(old): buffers[name].detach().cpu().clone() for name, old in model.named_buffers()}
+    with holding(model, instead):
+        return model.state_dict()
 
 
 def optimizer_state_dict(trained: Trained, mesh: Mesh) -> Work[dict[str, Any]]:
