@@ -25,8 +25,6 @@ from fsdp_compiled.optim.given_optimizer import check_step_hooks
 from fsdp_compiled.optim.hyperparameters import Hyperparameters
 from fsdp_compiled.optim.rules import make_rules_again
 from fsdp_compiled.runtime.checkpoint.checkpoints import Checkpoints
-from fsdp_compiled.runtime.fsdp.local_updates import idle as idle_hooks
-from fsdp_compiled.runtime.fsdp.local_updates import remove_idle
 from fsdp_compiled.runtime.local_steps import LocalSteps
 from fsdp_compiled.runtime.managed_model import ManagedModel
 from fsdp_compiled.runtime.module_buffers import take
@@ -304,8 +302,6 @@ class ShardedCalls:
 
     def _read_rates(self) -> None:
         """Writes rates that changed to the device; a change of any other hyperparameter traces new rules."""
-        if idle_hooks:
-            remove_idle()
         if self.optimizer is not None:
             check_step_hooks(self.optimizer)
         if not self._hyperparameters.unchanged():
