@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from fsdp_compiled.distributed.call_log import Calls
-from fsdp_compiled.distributed.lockstep import Exchange, Work, last_exchange, lockstep
+from fsdp_compiled.distributed.lockstep import Exchange, Work, lockstep
 from fsdp_compiled.distributed.mesh import Mesh
 from fsdp_compiled.runtime.checkpoint import dcp, loading, saving, writing
 from fsdp_compiled.runtime.checkpoint import folder as folders
@@ -104,8 +104,7 @@ class Checkpoints:
         self._count += 1
         work = saving.prepare(wish, self._count, self._mesh, trained, extra, self._plans, begun)
         try:
-            divide, said = last_exchange(self._mesh, "What save writes", work)
-            save, own = divide(said)
+            save, own = lockstep(self._mesh, "What save writes", work)
         except BaseException:
             for aside in begun:
                 folders.abandon(aside)
