@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -34,18 +34,6 @@ from fsdp_compiled.runtime.programs.compile import Compiled
 from fsdp_compiled.runtime.programs.program_cache import Programs
 from fsdp_compiled.runtime.programs.program_maker import ProgramMaker
 from fsdp_compiled.runtime.rng import LoopRandom
-
-
-class Opened:
-    """The model, ready to be traced. During a trace, other tensors take the place of its parameters."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self.model = model
-
-    @contextmanager
-    def open(self) -> Iterator[nn.Module]:
-        with traced():
-            yield self.model
 
 
 @dataclass
@@ -181,7 +169,7 @@ def make(
     }
     said, note = _trained(plan, {**plain, **{name: one.entry.parameter for name, one in extended.items()}})
     maker = ProgramMaker(
-        Opened(module), None, plan, mesh, calls, random.bound if random is not None else None, called=function,
+        module, traced, None, plan, mesh, calls, random.bound if random is not None else None, called=function,
         plain=lent.plain,
     )  # fmt: skip
     programs = Programs(maker, (), note)
