@@ -54,7 +54,6 @@ from fsdp_compiled.runtime.programs.compile import (
     describe,
     fit_to_memory,
     memory_later,
-    memory_of,
     transform,
 )
 from fsdp_compiled.runtime.programs.no_collection import no_collection
@@ -134,9 +133,10 @@ class ProgramMaker:
         def build() -> Compiled:
             moving = reached(captured.program) if spec.kind == "training" else {}  # before the passes consume it
             made = transform(captured, spec)  # and checked
-            made = fit_to_memory(made, memory_of(captured, spec), spec)
+            later = memory_later(captured, spec)
+            made = fit_to_memory(made, later, spec)
             program, known = stages.fuse(made, spec.plan, spec.passes, spec.fusions)  # and checked again
-            return describe(captured, program, known, memory_later(captured, spec), spec, moving)
+            return describe(captured, program, known, later, spec, moving)
 
         uneven = self.plan.uneven
         compiled = self.together(build, self._compared, lambda made: made.program.outline(uneven))
