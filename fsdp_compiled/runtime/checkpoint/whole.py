@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -18,7 +18,7 @@ from fsdp_compiled.optim.rule import Rule, StateTensor, rule_for
 from fsdp_compiled.plan.leaf import Leaf
 from fsdp_compiled.plan.plan import Buffer, Plan
 from fsdp_compiled.runtime.checkpoint import owned_state
-from fsdp_compiled.runtime.checkpoint.chunks import Chunk, Entry, whole_chunk
+from fsdp_compiled.runtime.checkpoint.chunks import Chunk, Entry, per_element, whole_chunk
 from fsdp_compiled.runtime.checkpoint.chunks import tensors as every_tensor
 from fsdp_compiled.runtime.checkpoint.contents import Trained, numbers_of, options
 from fsdp_compiled.runtime.checkpoint.dcp import held_by_name, optimizer_values
@@ -243,13 +243,14 @@ def optimizer_state_dict(trained: Trained, mesh: Mesh) -> Work[dict[str, Any]]:
     _refuse_containers(trained.rules)
     indices = _indices(optimizer)
     state: dict[Any, Any] = {}
-    for buffer, entry in _per_element(trained):
-        own = trained.state.optimizer[f"{buffer.key}.{entry.name}"].to(trained.plan.device)
-        what = f"{entry.name} of {buffer.key}"
-        values = yield from collected(own, buffer, trained.plan.placement.state, what, mesh)
-        for name, value in values.items():
-            state.setdefault(indices[name], {})[entry.name] = value
-        del own
+    for buffer in trained.plan.buffers:
+        for key in per_element(buffer, trained.rules):
+            own = trained.state.optimizer[f"{buffer.key}.{key}"].to(trained.plan.device)
+            what = f"{key} of {buffer.key}"
+            values = yield from collected(own, buffer, trained.plan.placement.state, what, mesh)
+            for name, value in values.items():
+                state.setdefault(indices[name], {})[key] = value
+            del own
     owned = yield from owned_state.from_owners(trained, mesh)
     if mesh.rank != 0:
         return {}
@@ -295,15 +296,6 @@ def _refuse_containers(rules: Sequence[Rule]) -> None:
                     f"{rule.name} keeps {entry.container} in a container of its own, which is not put together here. "
                     "Use sharded.save and sharded.load."
                 )
-
-
-def _per_element(trained: Trained) -> Iterator[tuple[Buffer, StateTensor]]:
-    for buffer in trained.plan.buffers:
-        if buffer.updated:
-            assert buffer.group is not None
-            for entry in rule_for(trained.rules, buffer.group).state:
-                if not entry.scalar:
-                    yield buffer, entry
 
 
 def load_optimizer(given: Mapping[str, Any], trained: Trained, mesh: Mesh) -> Work[Callable[[], None]]:
