@@ -7,7 +7,7 @@ describes them. A plan is valid as long as the module has these parameters and t
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -98,10 +98,6 @@ class ModulePlan:
     trained: str
     random: LoopRandom | None  # only where there is a tp axis
     extended: Mapping[str, Extended] = field(default_factory=dict)  # by each of the parameter's names
-    # The parameters that a backward misses, by the flat shards it reduces and the parameters it reaches.
-    missed: dict[tuple[tuple[FlatShard, ...], Collection[str]], list[tuple[FlatShard, Entry]]] = field(
-        default_factory=dict
-    )
 
     def drawing(self, compiled: Compiled) -> AbstractContextManager[None]:
         """The context for running a program, which sets the random state if the program draws random numbers."""
