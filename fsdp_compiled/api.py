@@ -152,7 +152,7 @@ def _sharded(
     with half_taken(place):
         begin = _begin(model, own, plan, place, init, checked[1])
         taken, state, random, whole, on_shards = lockstep(place, "What compile_sharded takes over", begin)
-    maker = ProgramMaker(taken, loss, plan, place, Calls(place), random.bound)
+    maker = ProgramMaker(model, taken.open, loss, plan, place, Calls(place), random.bound)
     hyperparameters = Hyperparameters(own, plan.device)
     local = LocalSteps(plan, place, maker, state) if plan.policy.sync_every and own is not None else None
     return Sharded(

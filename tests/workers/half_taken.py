@@ -17,7 +17,8 @@ import torch
 from torch import nn
 
 from fsdp_compiled import Policy, Sharded, compile_sharded
-from fsdp_compiled.runtime import full_state_dict, shard_model
+from fsdp_compiled.runtime import shard_model
+from fsdp_compiled.runtime.checkpoint import whole
 from tests.workers.ranks import RANK, main
 
 X = torch.arange(12.0).reshape(3, 4) / 7 + RANK
@@ -131,7 +132,7 @@ def collected(where: str) -> dict[str, Any]:
     else:
         wrong = mock.Mock(side_effect=torch.OutOfMemoryError("tried to allocate more than there is"))
         name, rank = {"copy": ("read_slot", 0), "first": ("wait_for_host_memory", 1)}[where]
-        patched: AbstractContextManager[Any] = mock.patch.object(full_state_dict, name, wrong)
+        patched: AbstractContextManager[Any] = mock.patch.object(whole, name, wrong)
         with patched if rank == RANK else nullcontext():
             found = caught(sharded.full_state_dict)
     same = before == weights(sharded)

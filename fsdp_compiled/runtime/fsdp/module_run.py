@@ -10,7 +10,7 @@ A run uses the parameters that were there when it was made: they may be frozen, 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import cached_property, partial
 from typing import Any
@@ -156,7 +156,7 @@ class Run:
         label = f"backward of {compiled.label}" + " without synchronisation" * quiet
         if not aside:
             backward = training.backward
-            flats = tuple(flat for key in backward.gradients for flat in made.rows[key].flats)
+            flats = [flat for key in backward.gradients for flat in made.rows[key].flats]
             missed = self._missed(flats, reached)
             self.calls.begin(label, backward.wire, missed)
             found: dict[Entry, DTensor] = {}
@@ -175,9 +175,9 @@ class Run:
             has = buffer.key in whole.gradients or any(flat.held is not None for flat in flats_of)
             if flats_of and has and buffer.unit in training.units:
                 reduced[buffer] = flats_of
-        flats = tuple(flat for own in reduced.values() for flat in own)
+        flats = [flat for own in reduced.values() for flat in own]
         held = {made.names[entry] for flat in flats for entry in flat.held_of}
-        missed = self._missed(flats, frozenset({*reached, *held}))
+        missed = self._missed(flats, {*reached, *held})
         sent = [
             (buffer.key, [(flat in own, self._group(flat).all_reduces) for flat in made.rows[buffer.key].flats])
             for buffer, own in reduced.items()
@@ -277,15 +277,11 @@ class Run:
         names, every = self.made.names, flat in self._padded
         return [entry for entry in flat.entries if (every or names[entry] in reached) and entry.parameter.requires_grad]
 
-    def _missed(self, reduced: tuple[FlatShard, ...], reached: Collection[str]) -> list[str]:
+    def _missed(self, reduced: Iterable[FlatShard], reached: Collection[str]) -> list[str]:
         """The trained parameters, among those that are reduced, that get no gradient."""
-        made, of = self.made, (reduced, reached)
-        if (found := made.missed.get(of)) is None:
-            found = [(flat, entry) for flat in reduced for entry in flat.entries if made.names[entry] not in reached]
-            made.missed[of] = found
-        missed = [
-            made.names[entry] for flat, entry in found if entry.parameter.requires_grad and flat not in self._padded
-        ]
+        names = self.made.names
+        entries = [entry for flat in reduced if flat not in self._padded for entry in flat.entries]
+        missed = [names[one] for one in entries if names[one] not in reached and one.parameter.requires_grad]
         own = [name for name, one in self._extended if not (name in reached or one.counts or one.group.pads)]
         return missed + own
 

@@ -32,7 +32,7 @@ from fsdp_compiled.plan.leaf import Leaf, TensorParallel, check_class, contiguou
 from fsdp_compiled.plan.plan import Buffer, Division, Part
 from fsdp_compiled.plan.rows import lay_out_by_rows, own_rows, whole, widths
 from fsdp_compiled.runtime.fsdp.extended_parameter import Extended, extends, rows_of
-from fsdp_compiled.runtime.fsdp.local_updates import OURS, Mark, mark
+from fsdp_compiled.runtime.fsdp.local_updates import OURS, register_hooks
 from fsdp_compiled.runtime.tensor_parallel.parts import local_part, tensor_parallel
 from fsdp_compiled.torch_private.dtensor import DTensorSpec, StridedShard, TensorMeta
 
@@ -57,7 +57,6 @@ class Entry:
     shard_dim: int = 0
     part: Part = NOTHING
     local: torch.Tensor | None = None
-    mark: Mark = field(default_factory=mark)
 
     def tie(self, holder: Holder) -> None:
         """Puts the parameter at this place too, where the plain parameter was that it replaced."""
@@ -170,6 +169,7 @@ class ParameterGroup:
         self.extended: list[Extended] = []  # parameters of FSDP2's extension protocol
         self.replaced: list[tuple[weakref.ref[nn.Parameter], nn.Parameter]] = []  # (plain, its replacement)
         self.unsharded: list[tuple[nn.Parameter, int]] = []  # with their versions, between `unshard` and `reshard`
+        register_hooks()
         entries = []
         for places, dim in zip(holders, shard_dims, strict=True):
             module, name = places[0]
