@@ -400,6 +400,52 @@ def neighbours_wait(api: Any) -> Any:
     return found
 
 
+class Heads(Net):
+    def forward(self, x: torch.Tensor, head: str = "b") -> torch.Tensor:
+        return getattr(self, head)(torch.tanh(self.a(x)))
+
+
+def held(name: str, *calls: tuple[Callable[[Any, int], torch.Tensor], Callable[[Any], Any] | None]) -> None:
+    """A case: backwards hold gradients back, and the last one reduces. ``calls``: what is called, and what is done to
+    the net before."""
+
+    def run(api: Any) -> Any:
+        torch.manual_seed(0)
+        net, found = mark(api, Heads()), list[Any]()
+        optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
+        for step in range(3):
+            for place, (call, before) in enumerate(calls):
+                if before is not None:
+                    before(net)
+                net.set_requires_gradient_sync(place == len(calls) - 1)
+                call(net, 3 * step + place).square().mean().backward()
+                found += gradients(net)
+            net.requires_grad_(True)
+            optimizer.step()
+            optimizer.zero_grad()
+        return [*found, *weights(net)]
+
+    CASES[name] = run
+
+
+held(
+    "held_for_another_head",
+    (lambda net, step: net(rows(step), "b"), None),
+    (lambda net, step: net(rows(step), "c"), None),
+)
+held("held_for_a_part", (lambda net, step: net(rows(step), "c"), None), (lambda net, step: net.a(rows(step)), None))
+held(
+    "held_and_frozen",
+    (lambda net, step: net(rows(step)), None),
+    (lambda net, step: net(rows(step)), lambda net: net.b.requires_grad_(False)),
+)
+held(
+    "held_and_a_bias_frozen",
+    (lambda net, step: net(rows(step)), None),
+    (lambda net, step: net(rows(step)), lambda net: net.b.bias.requires_grad_(False)),
+)
+
+
 @case
 def watched(api: Any) -> Any:
     """CommDebugMode round each step, which sees collectives."""

@@ -110,6 +110,11 @@ class ModulePlan:
         """Whether the parameters still lie in these flat shards."""
         return all(row.current for row in self.rows.values())
 
+    @property
+    def waits(self) -> bool:
+        """Whether gradients of its parameters are held back for a later backward."""
+        return any(row.waits for row in self.rows.values()) or any(one.waits for one in self.extended.values())
+
     @cached_property
     def flats(self) -> dict[str, FlatShard]:
         """The flat shard of each parameter, by the parameter's name."""

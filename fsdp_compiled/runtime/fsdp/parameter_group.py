@@ -80,6 +80,7 @@ class FlatShard:
     """This rank's rows of parameters of one dtype and device, cut alike along tp, that were all trained, or all frozen,
     when it was laid out."""
 
+    group: ParameterGroup
     tensor: torch.Tensor
     buffer: Buffer
     entries: list[Entry]
@@ -164,6 +165,7 @@ class ParameterGroup:
         self.pads = False  # whether parameters that backward does not reach get a gradient of zeros
         self.division = Division()
         self.all_reduce_hook: Callable[[torch.Tensor], Any] | None = None
+        self.holding: list[Any] = []  # the `ModulePlan`s with this group, of modules whose backward held gradients back
         self.version = 0  # increases with each new layout of the flat shards
         self.flats: list[FlatShard] = []
         self.extended: list[Extended] = []  # parameters of FSDP2's extension protocol
@@ -319,7 +321,7 @@ class ParameterGroup:
                 if not tensor.is_meta:
                     entry.local.copy_(old)
                 entry.parameter._local_tensor = entry.local  # type: ignore[attr-defined]
-            self.flats.append(FlatShard(tensor, buffer, members))
+            self.flats.append(FlatShard(self, tensor, buffer, members))
         for one in self.extended:
             entry, buffer = one.entry, one.buffer
             entry.spec, entry.local = self._spec(entry.parameter, None, 0), one.local
@@ -334,7 +336,7 @@ class ParameterGroup:
             if not tensor.is_meta:
                 tensor.copy_(flat.tensor)
             flat.current = False
-            moved.append(FlatShard(tensor, flat.buffer, flat.entries))
+            moved.append(FlatShard(self, tensor, flat.buffer, flat.entries))
             for entry in flat.entries:
                 assert entry.local is not None
                 entry.local = part_of(tensor, entry.part.offset, entry.part.end, entry.local.shape)
