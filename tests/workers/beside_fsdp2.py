@@ -447,6 +447,27 @@ held(
 
 
 @case
+def never_called(api: Any) -> Any:
+    """Parts that no forward has gathered yet have no gradient, and later ones zeros, where these are asked for."""
+    torch.manual_seed(0)
+    net, found = mark(api, Heads()), list[Any]()
+    net.set_reduce_scatter_unused_params(True)
+    for step, head in enumerate("bcb"):
+        net(rows(step), head).square().mean().backward()
+        found += gradients(net)
+        net.zero_grad()
+    return found
+
+
+@case
+def dropout_in_bfloat16(api: Any) -> Any:
+    """Of which 1 / (1 - p) is another number than in float32."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout(0.1), nn.Linear(WIDTH, WIDTH))
+    return trained(api.fully_shard(net, mp_policy=REDUCED), lambda net, step: net(rows(step)))
+
+
+@case
 def watched(api: Any) -> Any:
     """CommDebugMode round each step, which sees collectives."""
     torch.manual_seed(0)

@@ -191,9 +191,9 @@ class FSDPModule(TorchFSDPModule):
         _divide(_state(self).group, replace(_state(self).group.division, sums=bool(enable)))
 
     def set_reduce_scatter_unused_params(self, reduce_scatter_unused_params: bool, *, recurse: bool = True) -> None:
-        """Whether a parameter that forward gathers and backward does not reach gets a gradient of zeros, which counts
-        in the mean over ranks. Then the batches of different ranks may reach different parameters of a module. If not,
-        such batches raise `RankError` on all ranks."""
+        """Whether a parameter that a forward has gathered, and backward does not reach, gets a gradient of zeros, which
+        counts in the mean over ranks. Then the batches of different ranks may reach different parameters of a module.
+        If not, such batches raise `RankError` on all ranks."""
         for state in _states(self, recurse):
             state.group.pads = bool(reduce_scatter_unused_params)
 

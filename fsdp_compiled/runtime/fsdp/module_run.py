@@ -110,6 +110,9 @@ class Run:
     def apply(self) -> Sequence[torch.Tensor]:
         """Runs forward. Returns its results, for autograd to differentiate."""
         given, self.given = self.given, ()
+        for group in self.made.groups:
+            if group.pads and not group.gathered:
+                group.gathered = any(self.made.names[entry] in self.training.gathered for entry in group.entries)
         return _Function.apply(self, torch.zeros((), requires_grad=True), *given)
 
     def verify(
@@ -290,7 +293,7 @@ class Run:
 
     def _wanted(self, flat: FlatShard, reached: Collection[str]) -> list[Entry]:
         """The parameters of a flat shard that have gradients and are still trained."""
-        names, every = self.made.names, flat.group.pads
+        names, every = self.made.names, flat.group.pads and flat.group.gathered
         return [entry for entry in flat.entries if (every or names[entry] in reached) and entry.parameter.requires_grad]
 
     def _missed(
@@ -308,13 +311,12 @@ class Run:
         return missed + own
 
     def _zeros(self, reduced: Collection[FlatShard]) -> dict[Entry, DTensor]:
-        """Gradients of zeros for flat shards that forward gathered and no rank reduces, where the user asked for them
-        (`set_reduce_scatter_unused_params`)."""
+        """Gradients of zeros for flat shards that no rank reduces, where the user asked for them
+        (`set_reduce_scatter_unused_params`) and a forward gathered them, this one or an earlier one, as in FSDP2."""
         found: dict[Entry, DTensor] = {}
         made = self.made
-        ports = self.compiled.inputs if any(group.pads for group in made.groups) else ()
-        for key in [port.name for port in ports if port.kind == "shard"]:
-            for flat in [one for one in made.rows[key].flats if one.group.pads and one not in reduced]:
+        for key, row in made.rows.items() if any(group.pads for group in made.groups) else ():
+            for flat in [one for one in row.flats if one.group.pads and one.group.gathered and one not in reduced]:
                 if flat.group.synchronise and flat.group.all_reduces:
                     trained = [entry for entry in flat.entries if entry.parameter.requires_grad]
                     found |= self._parts(made, made.plan.buffer(key), flat, torch.zeros_like(flat.tensor), trained, 0)
