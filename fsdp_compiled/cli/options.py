@@ -69,7 +69,7 @@ class TrainOptions:
         choices=("zero3", "zero2", "zero1", "ddp"),
     )  # fmt: skip
     lower: str | None = option(
-        None, "what runs the program (inductor where it can compile; short runs are told)",
+        None, "what runs the program (inductor where it can compile)",
         choices=("eager", "inductor"),
     )  # fmt: skip
 
