@@ -14,15 +14,15 @@ were written to a file fold as well.
 from __future__ import annotations
 
 import math
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from fsdp_compiled.plan.owners import update_cost
 
 if TYPE_CHECKING:
     from fsdp_compiled.plan.plan import Buffer, Plan
-import re
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 
 
 def human(nbytes: float) -> str:
