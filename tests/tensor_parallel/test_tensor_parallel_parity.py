@@ -25,6 +25,12 @@ def test_llama_experts_and_a_vit_are_fsdp2_with_the_same_plan_to_the_bit(results
         assert one["bits"], (name, one)
 
 
+def test_gradients_of_a_vit_are_parts_of_the_true_ones(results: dict[str, Any]) -> None:
+    for found in answers(results, "gradients"):
+        assert found["apart"] < 1e-6 < 1e-3 < found["other parts"]
+        assert found["cuts"] == 10
+
+
 def test_in_inductor_they_are_what_they_are_in_eager() -> None:
     found = answers(launch(WORKER, 4, "inductor"), "inductor")[0]
     assert set(found) == {"gpt", "llama", "experts", "vit"}
