@@ -8,14 +8,10 @@ from typing import Any
 import pytest
 
 from fsdp_compiled import Policy
-from tests.launch import answers, launch
+from tests.launch import answers, launch, results_of
 
 WORKER = Path(__file__).parents[1] / "workers" / "tensor_parallel_models.py"
-
-
-@pytest.fixture(scope="module")
-def results() -> dict[str, Any]:
-    return launch(WORKER, 4, timeout=400, imports=("transformers.models.llama",))
+results = results_of(WORKER, 4, timeout=400, imports=("transformers.models.llama",))
 
 
 @pytest.fixture(scope="module")

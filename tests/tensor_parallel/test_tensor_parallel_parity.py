@@ -7,15 +7,11 @@ from typing import Any
 
 import pytest
 
-from tests.launch import answers, launch
+from tests.launch import answers, launch, results_of
 
 pytestmark = pytest.mark.exhaustive
 WORKER = Path(__file__).parents[1] / "workers" / "tensor_parallel_parity.py"
-
-
-@pytest.fixture(scope="module")
-def results() -> dict[str, Any]:
-    return launch(WORKER, 4)
+results = results_of(WORKER, 4)
 
 
 def test_llama_experts_and_a_vit_are_fsdp2_with_the_same_plan_to_the_bit(results: dict[str, Any]) -> None:

@@ -14,7 +14,6 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -33,7 +32,6 @@ from tests.cut_models import (
     Net,
     ScaledNet,
     adamw,
-    answer_all,
     batch,
     build,
     compare,
@@ -48,7 +46,7 @@ from tests.cut_models import (
     two_by_two,
     unsharded,
 )
-from tests.launch import told
+from tests.launch import answer_all, of_all, told
 from tests.toys import EAGER
 
 warnings.filterwarnings("ignore")
@@ -215,8 +213,7 @@ def dropout() -> Any:
     for step in range(2):
         _, masks = sharded.step(*batch(step, mesh["shard"].get_local_rank()))
         calls.append([mask.flatten().tolist() for mask in masks])
-    found: list[Any] = [None] * 4
-    dist.all_gather_object(found, calls)
+    found = of_all(calls)
     return {"masks": found, "copies": copies_equal(sharded, mesh)}
 
 

@@ -31,7 +31,6 @@ from tests.cut_models import (
     WIDTH,
     Net,
     adamw,
-    answer_all,
     batch,
     build,
     compare,
@@ -46,7 +45,7 @@ from tests.cut_models import (
     unsharded,
 )
 from tests.derived_models import Experts, Llama, Softmax, Stack
-from tests.launch import told
+from tests.launch import answer_all, told
 from tests.long_sequences import Long, eager, whole
 from tests.long_sequences import loss as long_loss
 from tests.long_sequences import sgd as long_sgd

@@ -26,7 +26,6 @@ from tests.cut_models import (
     WIDTH,
     Block,
     adamw,
-    answer_all,
     batch,
     build,
     compare,
@@ -37,6 +36,7 @@ from tests.cut_models import (
     two_by_two,
     whole,
 )
+from tests.launch import answer_all
 from tests.toys import EAGER
 from tests.workers.tensor_parallel_models import transformer, words
 
