@@ -38,6 +38,7 @@ from fsdp_compiled.ir.program import Program
 from fsdp_compiled.lower.split_forward_backward import whole_gradients
 from fsdp_compiled.runtime.programs import program_maker
 from tests import launch
+from tests.launch import of_all
 from tests.loops import different, full, gradients, weights
 
 WIDTH = 8
@@ -747,18 +748,14 @@ def main(result: str, names: list[str]) -> None:
     found: dict[str, Any] = {}
     for name in names:
         if name == "refused":
-            everyone: list[Any] = [None] * dist.get_world_size()
-            dist.all_gather_object(everyone, refused())
-            found[name] = everyone
+            found[name] = of_all(refused())
             continue
         try:
             said = different(CASES[name](theirs), CASES[name](ours))
         except Exception:
             said = traceback.format_exc()[-3000:]
             print(name, said, file=sys.stderr, flush=True)
-        everyone = [None] * dist.get_world_size()
-        dist.all_gather_object(everyone, said)
-        found[name] = next((f"rank {rank}: {one}" for rank, one in enumerate(everyone) if one), "")
+        found[name] = next((f"rank {rank}: {one}" for rank, one in enumerate(of_all(said)) if one), "")
     found["reductions"] = REDUCTIONS
     if dist.get_rank() == 0:
         Path(result).write_text(json.dumps(found))
