@@ -35,12 +35,31 @@ class Opaque:
     def filled(self, outputs: Mapping[Port, torch.Tensor]) -> Any:
         """A copy with these tensors in it; modules inside are the same ones."""
         memo: dict[int, Any] = {key: outputs[port] for key, port in self.ports.items()}
-        memo |= {id(module): module for module in inside(self.value) if isinstance(module, nn.Module)}
+        found = list(inside(self.value))
+        memo |= {id(module): module for module in found if isinstance(module, nn.Module)}
+        # Of a dict that looks attributes up among its keys, as ``__getattr__ = dict.__getitem__``, `deepcopy` cannot
+        # ask whether it has a ``__deepcopy__``.
+        keyed = [one for one in found if isinstance(one, dict)]
+        memo |= {id(one): type(one).__new__(type(one)) for one in keyed}
+        for one in keyed:
+            dict.update(memo[id(one)], {key: copy.deepcopy(value, memo) for key, value in one.items()})
         return copy.deepcopy(self.value, memo)
 
 
-def inside(value: Any) -> Iterator[torch.Tensor | nn.Module]:
-    """The tensors and modules in an object: in its attributes, items and entries, recursively."""
+def _is_keyed(value: Any) -> bool:
+    """Whether a dict's class raises another error than AttributeError for an attribute that is not there."""
+    if type(value) is dict or not isinstance(value, dict):
+        return False
+    try:
+        hasattr(value, "__deepcopy__")
+    except Exception:
+        return True
+    return False
+
+
+def inside(value: Any) -> Iterator[Any]:
+    """The tensors and modules in an object, and dicts that `_is_keyed`: in its attributes, items and entries,
+    recursively."""
     seen: set[int] = set()
     stack = [value]
     while stack:
@@ -51,6 +70,8 @@ def inside(value: Any) -> Iterator[torch.Tensor | nn.Module]:
         if isinstance(one, torch.Tensor | nn.Module):
             yield one
             continue
+        if _is_keyed(one):
+            yield one
         if isinstance(one, list | tuple | set | frozenset):
             stack += one
         elif isinstance(one, Mapping):

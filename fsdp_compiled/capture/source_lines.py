@@ -118,7 +118,18 @@ CURES = (
     ),
     (
         "dynamic shape operator",
-        "the shape of its result is in the data: give sizes as Python numbers (lengths of ctc_loss as tuples), or pad.",
+        "the shape of its result is in the data: give sizes as Python numbers, or pad. Compute ctc_loss outside of the "
+        "program, which the loop of fully_shard does.",
+    ),
+    (
+        "returning intermediate with requires_grad_",
+        "call requires_grad_() on the input in the loop, before the model is called; or train with compile_sharded, "
+        "whose program ends in the loss.",
+    ),
+    (
+        "setattr() on Tensor.requires_grad",
+        "leave it out of forward: a program finds by itself what needs a gradient (Wav2Vec2 and its kin: "
+        "model.freeze_feature_encoder() leaves it out).",
     ),
     (
         "requires_grad",
@@ -193,14 +204,22 @@ def is_users(path: str) -> bool:
     return not path.startswith((os.path.dirname(torch.__file__) + os.sep, OURS))
 
 
+def _line_of(frame: traceback.FrameSummary) -> str:
+    line = f"\n    {frame.line}" if frame.line else ""
+    return f'  File "{frame.filename}", line {frame.lineno}, in {frame.name}{line}'
+
+
 def user_line(error: BaseException) -> str:
-    """The innermost line of the user's code that Dynamo was reading: ``File "model.py", line 3, in forward``."""
+    """The innermost line of the user's code that Dynamo was reading: ``File "model.py", line 3, in forward``; and the
+    line of PyTorch's own that it had come to from there."""
     stack = getattr(error, "real_stack", None)
     if stack:
         own = [frame for frame in stack if is_users(frame.filename)]
         frame = (own or stack)[-1]
-        line = f"\n    {frame.line}" if frame.line else ""
-        return f'  File "{frame.filename}", line {frame.lineno}, in {frame.name}{line}'
+        inner = [_line_of(one) for one in stack[-1:] if one is not frame and not one.filename.startswith(OURS)]
+        if not inner and (found := re.search(r"Caused by: .*\((\S+):(\d+) in (\w+)\)", str(error))):
+            inner = ['  File "torch/{}", line {}, in {}'.format(*found.groups())]
+        return "\n".join([_line_of(frame), *inner])
     match = re.findall(r'File "[^"]+", line \d+, in [^\n]+\n[^\n]+', str(error))
     match = [text for text in match if is_users(text.split('"')[1])] or match
     return "  " + match[-1] if match else "  " + "".join(traceback.format_exception_only(error)).splitlines()[0]

@@ -31,6 +31,7 @@ class Hyperparameters:
         self._fixed: list[Any] = []  # values that are not scheduled
         self._code: list[Any] = []  # for each optimizer
         self.traced()
+        self._begun = self._fixed, self._code
         self._seen: list[dict[str, Any]] | None = None  # the groups at the last `write`
 
     def unchanged(self) -> bool:
@@ -62,6 +63,14 @@ class Hyperparameters:
                     )
         pairs = zip(members(self._optimizer), self._codes(), self._code, strict=True)
         return [*found.values(), *(f"the code of {type(one).__name__}" for one, now, then in pairs if now != then)]
+
+    def options(self) -> str:
+        """What differs from the beginning, as text, which ranks compare: options that are not scheduled, and code."""
+        found = []
+        for index, (before, now) in enumerate(zip(self._begun[0], self._groups(), strict=True)):
+            found += [f"{index}.{name}={value}" for name, value in signature(now) if (name, value) not in before]
+        pairs = zip(members(self._optimizer), self._codes(), self._begun[1], strict=True)
+        return ", ".join([*found, *(f"other code of {type(one).__name__}" for one, now, then in pairs if now != then)])
 
     def traced(self) -> None:
         """Remembers that the rules were made for the present groups and code."""

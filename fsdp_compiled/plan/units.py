@@ -96,7 +96,7 @@ def _blocks(module: nn.Module, prefix: str = "") -> list[str]:
 def _is_block_list(module: nn.Module) -> bool:
     if not isinstance(module, nn.ModuleList | nn.Sequential):
         return False
-    elements = [child for child in module if _has_parameters(child)]
+    elements = [child for child in module.children() if _has_parameters(child)]  # a list may hold None too
     if isinstance(module, nn.Sequential) and any(next(child.children(), None) is None for child in elements):
         return False
     repeated = Counter(type(child) for child in elements)

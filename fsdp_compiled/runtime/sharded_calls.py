@@ -325,7 +325,7 @@ class ShardedCalls:
             again = make_rules_again(self.optimizer, rules, made)
         if any(rule.eagerly is None for rule in rules):
             log.warning("%s changed, which is not scheduled: the step is compiled again.", ", ".join(changed))
-            self._programs.retrace(again)
+            self._programs.retrace(again, self._hyperparameters.options())
         self._programs.rules = again
         self._hyperparameters.traced()
         for name, value in optimizer_state(self.plan, again, {}).items():

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.utils.spectral_norm import SpectralNorm
 
 OTHERS = frozenset((bool, int, float, str, type(None), OrderedDict))  # no tensors, and not searched for tensors
 OWN = frozenset(("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"))  # every module's
@@ -40,8 +41,10 @@ def check_shared_memory(modules: Iterable[tuple[str, nn.Module]], named: Sequenc
                 )
         known.append((name, parameter))
     for path, module in modules:
+        # Their hooks compute the weight anew in each forward.
+        computed = {hook.name for hook in module._forward_pre_hooks.values() if isinstance(hook, SpectralNorm)}
         for name, tensor in _tensors(module):
-            if id(tensor) in own:
+            if id(tensor) in own or name in computed:
                 continue
             for parameter_name, parameter in by_storage.get(storage(tensor), ()):
                 written = parameter.requires_grad or name in module._buffers

@@ -97,6 +97,8 @@ TABLE: dict[str, Use] = {
     ), "forward may draw from Python's random numbers, which stay those of the trace, without being refused"),
     "dropout of recurrent layers": Use("defence", ("torch._decomp.decompositions._rnn_helper",),
         "several recurrent layers with dropout are refused, and an LSTM before torch 2.13"),
+    "causal masks": Use("defence", ("torch.nn.modules.transformer._detect_is_causal_mask",),
+        "nn.Transformer with a mask and without is_causal is refused"),
     "numbers of tensors": Use("defence", (
         f"{DYNAMO}.exc.TensorifyScalarRestartAnalysis", f"{DYNAMO}.symbolic_convert.TensorifyState",
     ), "numbers that are read out of closed-over tensors are refused"),
@@ -181,7 +183,7 @@ TABLE: dict[str, Use] = {
 FAST = (
     "names in guards", "unknown reads", "one object", "failed lookups", "answers of Python", "keys of lists",
     "random calls",
-    "dropout of recurrent layers",
+    "dropout of recurrent layers", "causal masks",
     "numbers of tensors", "loss on parts of the logits", "moving sizes", "equal blocks",
 )  # fmt: skip
 NAMES = {one for use in TABLE.values() for name in use.names for one in (name, *name.rstrip("?").split("|"))}

@@ -104,3 +104,19 @@ def test_buffers_in_one_memory_are_read_and_not_written() -> None:
     torch.testing.assert_close(sharded.value_and_grad(x)[0], squares(plain, x).detach())
     with pytest.raises(CaptureError, match="Forward writes to all, which shares memory with part"):
         compile_sharded(Overlapping(writes=True), loss=squares, policy=EAGER).value_and_grad(x)
+
+
+def test_a_weight_that_a_hook_computes_in_each_forward_is_no_copy() -> None:
+    """`torch.nn.utils.spectral_norm` leaves one beside the parameter, in its memory."""
+    torch.manual_seed(0)
+    model, plain = (nn.Sequential(torch.nn.utils.spectral_norm(nn.Linear(3, 3)), nn.Tanh()) for _ in range(2))
+    plain.load_state_dict(model.state_dict())
+    theirs = torch.optim.AdamW(plain.parameters(), 0.1)
+    sharded = compile_sharded(model, torch.optim.AdamW(model.parameters(), 0.1), loss=squares, policy=EAGER)
+    for _ in range(3):
+        x = torch.randn(4, 3)
+        loss = squares(plain, x)
+        assert torch.equal(sharded.step(x), loss.detach())
+        theirs.zero_grad()
+        loss.backward()
+        theirs.step()

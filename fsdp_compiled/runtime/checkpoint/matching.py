@@ -87,6 +87,7 @@ def match_options(manifest: Manifest, trained: Trained, optimizer: Optimizer, fo
         name: options for options, row in zip(saved["groups"], saved["parameters"], strict=True) for name in row
     }
     rows: list[dict[str, Any]] = []
+    fit = len(found.differences)
     for index, (group, own) in enumerate(zip(optimizer.param_groups, options(optimizer), strict=True)):
         firsts = [first for one in group["params"] for first in saved_names(manifest, names[one._sharded_name])]
         there = [group_of[first] for first in firsts if first in group_of]
@@ -109,8 +110,8 @@ def match_options(manifest: Manifest, trained: Trained, optimizer: Optimizer, fo
                     f"the optimizer's param_groups[{index}][{name!r}] is {value!r} here, and "
                     f"{decode(before[name], {})!r} in the checkpoint"
                 )
-                return
-    found.options = rows
+    if len(found.differences) == fit:
+        found.options = rows
 
 
 def _is_number(value: Any) -> bool:

@@ -32,6 +32,7 @@ from fsdp_compiled.plan.leaf import check_class, check_modules, check_parameter
 from fsdp_compiled.policy import Policy
 from fsdp_compiled.runtime.autograd_hooks import hook_on
 from fsdp_compiled.runtime.fsdp.extended_parameter import check_extended, extends
+from fsdp_compiled.runtime.fsdp.local_updates import OURS
 from fsdp_compiled.runtime.fsdp.module_class import FSDPModule, give_class, register_fsdp_forward_method
 from fsdp_compiled.runtime.fsdp.module_state import ModuleState, lay_out, state_of
 from fsdp_compiled.runtime.fsdp.parameter_group import ENTRY, Entry, Holder, ParameterGroup, check_divided
@@ -296,6 +297,11 @@ def _check_parameter(holders: Sequence[Holder]) -> None:
     parameter = module._parameters[name]
     where = f"{type(module).__name__}.{name}"
     assert parameter is not None
+    if OURS in vars(parameter):
+        raise ValueError(
+            f"{where} was sharded by an earlier call of fully_shard, on a module that is not inside of this one. Call "
+            "fully_shard on inner modules first, and on the model last; where modules share a part, on that part first."
+        )
     check_parameter(where, parameter, "fully_shard")
     if not extends(parameter):
         check_class(where, parameter)

@@ -73,7 +73,7 @@ class Programs:
         self._asked: set[str] = set()  # attributes unknown to PyTorch that programs read from tensors
         self._written: dict[str, torch.Tensor] = {}  # closed-over tensors that programs write, as they were last seen
         self._moving = MovingSizes() if self.plan.policy.learns_sizes and self.mesh.tp == 1 else None
-        self._revision = 0  # how often the rules have changed
+        self._options = ""  # the optimizer's options that have changed, as text
         self._evicted = 0
 
     @property
@@ -98,10 +98,11 @@ class Programs:
                 return found[-1]
         raise RuntimeError("Nothing was compiled yet. The first call captures: sharded.step(*batch).")
 
-    def retrace(self, rules: Sequence[Rule]) -> None:
-        """Drops the programs that update, as the optimizer's rules have changed."""
+    def retrace(self, rules: Sequence[Rule], options: str) -> None:
+        """Drops the programs that update, as the optimizer's rules have changed. ``options``: how the optimizer differs
+        from the beginning, which ranks compare."""
         self.rules = tuple(rules)
-        self._revision += 1
+        self._options = options
         for compiled in self.cached:
             if compiled.updates:
                 self._drop(compiled.number)
@@ -281,7 +282,7 @@ class Programs:
         same = [f", {name} is {first[id(t)]}" for name, t in tensors.items() if first.setdefault(id(t), name) != name]
         training = "" if self._model.training else ", eval mode"
         detail = "" if len(set(modes)) == 1 else f" of some modules ({hashlib.sha256(modes.encode()).hexdigest()[:8]})"
-        changed = f", hyperparameters changed {self._revision} times" if self._revision else ""
+        changed = f", with {self._options}" if self._options else ""
         buffers = self.module_buffers.layout
         other = f", with buffers of other shapes ({buffers})" if buffers != self.module_buffers.first else ""
         return "".join(strides) + "".join(same) + training + detail + changed + other
