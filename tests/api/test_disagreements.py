@@ -44,7 +44,7 @@ REFUSED_BY_ALL = {
     "mesh_size": "mesh holds 1 ranks, but the world has 2",
 }
 SHOWN = (
-    "many_rates", "first_shapes_then_good", "replaced_on_both", "inference_on_both", "odd_rows",
+    "many_rates", "options_then_alike", "first_shapes_then_good", "replaced_on_both", "inference_on_both", "odd_rows",
     "leaves_after_another_call", "late", "loop_evaluates_more_on_the_first", "loop_evaluates_more_on_the_second",
 )  # fmt: skip
 
@@ -126,6 +126,12 @@ def test_inference_mode_on_every_rank_is_refused_as_on_one(results: dict[str, An
 def test_ranks_go_on_after_new_shapes_that_differed(results: dict[str, Any]) -> None:
     for answer in results["first_shapes_then_good"]:
         assert answer["result"] == {"first": "RankError", "finite": True}
+
+
+def test_options_that_differ_once_are_no_lasting_disagreement(results: dict[str, Any]) -> None:
+    for answer in results["options_then_alike"]:
+        assert "rank 1: step (float32[2, 4], float32[2, 2]), with 0.weight_decay=0.2" in answer["result"]["first"]
+        assert answer["result"]["finite"]
 
 
 def test_rates_that_differ_are_always_an_error_before_anything_is_updated(results: dict[str, Any]) -> None:

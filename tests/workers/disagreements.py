@@ -69,6 +69,18 @@ def rates() -> Any:
     return unchanged(sharded, lambda: sharded.step(*batch(2)))
 
 
+def options_then_alike() -> Any:
+    """An option that is no rate: each rank sets another value, and then all set the same."""
+    sharded = shard()
+    sharded.step(*batch(2))
+    assert sharded.optimizer is not None
+    (group,) = sharded.optimizer.param_groups
+    group["weight_decay"] = 0.1 * (1 + RANK)
+    first = told(lambda: sharded.step(*batch(2)))
+    group["weight_decay"] = 0.1
+    return {"first": first, "finite": bool(torch.isfinite(sharded.step(*batch(2))))}
+
+
 def many_rates() -> Any:
     """Rates that differ, 40 pairs of them alike in the checksum of 12 bits that once was all that ranks compared."""
     sharded = shard()
