@@ -113,7 +113,7 @@ def dispatch(func: Any, args: Sequence[Any], named: dict[str, Any]) -> Any:
         return _whole(func, args, named, ours, written, agreed=True)
     local = is_elementwise(func, name) and all(one._sharded.replay is None for one in ours)
     if local and (places := in_one_place(args, named, written)) is not None:
-        return _local(func, args, named, written, *places)
+        return _local(func, args, named, written, places)
     if is_view(func):
         return _view(func, args, named)
     return _whole(func, args, named, ours, written)
@@ -199,11 +199,9 @@ def _alias(tensor: ShardedTensor) -> ShardedTensor:
     return sharded(tensor._sharded, tensor)
 
 
-def _local(
-    func: Any, args: Sequence[Any], named: Mapping[str, Any], written: set[int], alone: ShardPlace | None,
-    places: Sequence[ShardPlace | None],
-) -> Any:  # fmt: skip
-    """Runs the operator on this rank's stretches. ``alone``, ``places``: as `in_one_place` gives them."""
+def _local(func: Any, args: Sequence[Any], named: Mapping[str, Any], written: set[int], where: Places) -> Any:
+    """Runs the operator on this rank's stretches. ``where``: their places."""
+    alone, places = where
 
     def local(value: Any, place: ShardPlace | None) -> Any:
         if is_sharded(value) and not value._sharded.whole:
