@@ -13,6 +13,7 @@ import select
 import signal
 import struct
 import termios
+import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
@@ -36,6 +37,7 @@ FAILURE = "FSDP_COMPILED_FAILURE"
 BEGAN = "FSDP_COMPILED_BEGAN"
 STOPPED = {number: 128 + number for number in (signal.SIGINT, signal.SIGTERM)}  # exit codes of ranks that were asked to
 SAME = 1.0  # seconds in which two signals are one request: some systems signal torchrun and its ranks alike
+PATIENCE = 1.0  # seconds between two looks at what is asked, before there is a process group
 
 
 @dataclass(frozen=True)
@@ -134,6 +136,23 @@ class Stop:
         if self._pipe is None and os.getppid() != self._parent:  # nobody is left who would start this rank again
             return signal.SIGTERM
         return self._signal
+
+    @contextmanager
+    def ending(self) -> Iterator[None]:
+        """Inside, until there is a process group, a request ends this process at once: it may be waiting for ranks, or
+        for a store, that are gone, which takes PyTorch half an hour to see."""
+        over = threading.Event()
+
+        def watch() -> None:
+            while not over.wait(PATIENCE) and not dist.is_initialized():
+                if number := self.asked:
+                    os._exit(STOPPED[signal.Signals(number)])
+
+        threading.Thread(target=watch, daemon=True).start()
+        try:
+            yield
+        finally:
+            over.set()
 
     def agreed(self, ranks: Ranks) -> int:
         """The signal by which all ranks stop now, else 0. Every rank calls it after every step. The answer is from the

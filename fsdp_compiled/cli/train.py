@@ -105,7 +105,8 @@ class Training:
         # A scale that stays 1 changes no number; what is not finite then updates nothing.
         scale = LossScale(1.0, growth=1.0, backoff=1.0) if options.on_nonfinite == "skip" else None
         policy = Policy(shard=options.shard, lower=options.lower, clip=options.clip or None, loss_scale=scale)
-        self.sharded = compile_sharded(self.model, optimizer, loss=loss_of(self.share), policy=policy)
+        with self.stop.ending():
+            self.sharded = compile_sharded(self.model, optimizer, loss=loss_of(self.share), policy=policy)
         self.ranks = Ranks(self.sharded.explain)
         if len(set(map(str, self.ranks.exchange(self.loader.state_dict())))) > 1:
             raise ValueError(

@@ -60,3 +60,20 @@ def test_a_rank_that_lost_its_launcher_stops(ended: list[int], monkeypatch: pyte
     assert stop.asked == 0
     monkeypatch.setattr(os, "getppid", lambda: 1)
     assert stop.asked == signal.SIGTERM
+
+
+def test_a_rank_that_waits_for_others_ends_with_its_launcher(ended: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """At once: nothing in it looks at what it is asked until there is a process group."""
+    monkeypatch.setattr(rank, "PATIENCE", 0.01)
+    reading, writing = os.pipe()
+    monkeypatch.setenv(STOP, str(reading))
+    stop, since = Stop(), time.monotonic()
+    with stop.ending():
+        time.sleep(0.1)
+        assert not ended
+        os.close(writing)
+        while not ended:
+            assert time.monotonic() - since < 20
+            time.sleep(0.01)
+    assert set(ended) == {130}
+    os.close(reading)
