@@ -6,29 +6,16 @@ by AOTAutograd's output, and making that takes longer in a warm start than all l
 Private surfaces of Inductor are touched here, in `compiled_piece`, `isa_probes`, `translation_units` and for the cache
 folder (`disk_cache`), and nowhere else.
 
-`warm_up` runs what Inductor does before its first kernel in the background:
-
-    main     trace ......................... | pieces
-    thread   trials of the processor ..|
-
-On a machine where nothing was compiled yet, the trials are up to four calls of the compiler, one after another: three
-seconds of one processor, in which the other ranks of a host wait, too. One rank of a host makes the trials; a thread
-that needs a piece meanwhile waits for them (`isa_probes.REPLACING`). An error here is not reported: the same error
-occurs again, and is reported, where the result is needed.
-
-What a machine needs once can be done when the package is set up (`prepare_machine`, in ``make train``'s): the trials,
-and compiling the header that all kernels include. Both stay on disk, where a first run finds them.
+What a machine needs once can be done when the package is set up (`prepare_machine`, in ``make train``'s): trials of the
+processor (`isa_probes`), and compiling the header that all kernels include. Both stay on disk, where a first run finds
+them.
 """
 
 from __future__ import annotations
 
-import contextvars
-import functools
 import hashlib
 import logging
-import os
 import tempfile
-import threading
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import replace
@@ -60,7 +47,6 @@ from fsdp_compiled.torch_private.inductor import (
     compile_alone,
     config,
     custom_backend_passes,
-    pick_vec_isa,
     torch_key,
 )
 from fsdp_compiled.torch_private.names import there
@@ -240,18 +226,6 @@ def _expand(module: fx.GraphModule) -> fx.GraphModule:
         return make_fx(module)(*examples)
 
 
-@functools.cache  # once in a process
-def warm_up() -> threading.Thread | None:
-    """Starts the thread, if this rank is the one that should do this work."""
-    if not _is_new() or os.environ.get("LOCAL_RANK", "0") != "0":
-        return None
-    thread = threading.Thread(
-        target=contextvars.copy_context().run, args=(_try_compiler,), name="fsdp_compiled warm-up", daemon=True
-    )
-    thread.start()
-    return thread
-
-
 def prepare_machine() -> None:
     """Does what a machine needs once: the trials, and the header of all kernels, by compiling an unused kernel.
 
@@ -264,15 +238,3 @@ def prepare_machine() -> None:
         graph.output((result,))
         given.meta["val"] = result.meta["val"] = matrix = torch.empty(8, 8)
         compile_alone(torch.fx.GraphModule({}, graph), [matrix], dynamic_shapes="from_graph")
-
-
-def _is_new() -> bool:
-    place = folder()
-    return place is not None and not (place / PIECES).exists()
-
-
-def _try_compiler() -> None:
-    with suppress(Exception):
-        with remembered(folder()):
-            pick_vec_isa()
-        log.info("the C++ compiler is ready")
