@@ -26,7 +26,6 @@ compile_alone = find(f"{I}.standalone_compile")  # the function, whose name a mo
 AsyncCompile = find(f"{I}.async_compile.AsyncCompile")
 CacheBase = find(f"{I}.codecache.CacheBase")
 CacheCompiledArtifact = find(f"{I}.standalone_compile.CacheCompiledArtifact")
-VecAVX2, VecAVX512 = find(f"{I}.cpu_vec_isa.VecAVX2"), find(f"{I}.cpu_vec_isa.VecAVX512")
 cache_dir = find(f"{I}.codecache.cache_dir")
 codecache: Any = find(f"{I}.codecache")
 config: Any = find(f"{I}.config")
