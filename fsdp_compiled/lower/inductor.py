@@ -37,7 +37,7 @@ from fsdp_compiled.kernels.scaled import TENSOR_FORMS
 from fsdp_compiled.lower.compiled_piece import Call, CompiledPiece
 from fsdp_compiled.lower.isa_probes import instructions, remembered, without_headers
 from fsdp_compiled.lower.piece import Piece
-from fsdp_compiled.lower.translation_units import compile_together
+from fsdp_compiled.lower.translation_units import compile_together, dealt_out
 from fsdp_compiled.policy import Policy
 from fsdp_compiled.torch_private.inductor import (
     CacheBase,
@@ -120,13 +120,7 @@ def cache_place(device: torch.device) -> tuple[str, str, str]:
 
 def divide(pieces: Mapping[str, Piece], count: int) -> list[dict[str, Piece]]:
     """Divides the pieces among this many ranks, each piece to one rank, the largest first."""
-    parts: list[dict[str, Piece]] = [{} for _ in range(count)]
-    load = [0] * count
-    for key in _largest_first(pieces):
-        least = load.index(min(load))
-        parts[least][key] = pieces[key]
-        load[least] += len(pieces[key].nodes) + ITSELF
-    return parts
+    return dealt_out(pieces, count, lambda piece: len(piece.nodes) + ITSELF)
 
 
 def _largest_first(pieces: Mapping[str, Piece]) -> list[str]:

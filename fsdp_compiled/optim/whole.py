@@ -121,11 +121,6 @@ class Side:
         return len(pytree.tree_leaves((kept, list(self.made.state.values()))))
 
 
-def is_known(kind: type[Optimizer]) -> bool:
-    """Whether the step is PyTorch's own code. That draws no numbers and talks to nobody, so it need not be checked."""
-    return all(f"{module}.".startswith("torch.optim.") for module in (kind.__module__, step_of(kind).__module__))
-
-
 class OnItsOwn(TorchDispatchMode):
     """Inside, an operator that draws random numbers, or talks to other ranks, raises `Refused`."""
 
