@@ -46,14 +46,14 @@ def step_on_shards(optimizer: Optimizer, parts: Sequence[Part]) -> None:
     not element-wise; then the step is half made."""
     views = [(parameter, parameter.detach()) for part in parts for parameter, _ in part.parameters]
     with torch.no_grad():
-        make_step(optimizer, parts, _number, element_wise_only())
+        make_step(optimizer, parts, number_of, element_wise_only())
     for parameter, view in views:
         if parameter.data_ptr() != view.data_ptr():  # its code bound `p.data` anew
             view.copy_(parameter.detach())
             parameter.data = view
 
 
-def _number(tensor: torch.Tensor, entry: StateTensor) -> bool | int | float:
+def number_of(tensor: torch.Tensor, entry: StateTensor) -> bool | int | float:
     """The number as the code kept it. One that began as a whole number and no longer is one becomes a float."""
     value = tensor.item()
     if entry.number is bool and value in (0, 1):
