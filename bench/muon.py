@@ -3,8 +3,7 @@
 In each round all have their turn, on models of the same size, and ranks begin each update together. Timed is that of
 the blocks' matrices alone: `torch.optim.Muon.step`, and here what follows the program, messages to owners and back
 included. Unsharded, every rank updates all of them; its share is that divided by the ranks. Processor times are of all
-the process's threads, a rank's mean; wall times are those of the slowest rank. On a network that is simulated, this
-package has two turns: with messages that travel while it computes, and all in one round.
+the process's threads, a rank's mean; wall times are those of the slowest rank.
 """
 
 import os
@@ -33,7 +32,6 @@ GOAL = 1.2  # of the share, by processor time
 TITLES = {
     "alone": "unsharded Muon",
     "ours": "this package",
-    "ours-one-round": "this package, nothing overlapped",
     "fsdp2": "FSDP2",
 }
 Wire = Callable[[], AbstractContextManager[Any]]  # what an update is timed on
@@ -51,10 +49,11 @@ def measure_muon(
     setting = Setting(preset, here, seed)
     batch = on_device([rows_of_rank(preset.batches(here.world, seed, 1)[0], here.rank, preset.batch)], here.device)[0]
     wire = nullcontext if gbps is None else partial(slow_network, gbps, latency_ms / 1e3)
-    turns: dict[str, Turn] = {"alone": _eager(setting, batch, wire), "ours": _ours(setting, batch, wire, gbps)}
-    if gbps is not None:
-        turns["ours-one-round"] = _ours(setting, batch, wire, gbps, rounds=False)
-    turns["fsdp2"] = _eager(setting, batch, wire, _by_blocks)
+    turns: dict[str, Turn] = {
+        "alone": _eager(setting, batch, wire),
+        "ours": _ours(setting, batch, wire, gbps),
+        "fsdp2": _eager(setting, batch, wire, _by_blocks),
+    }
     names = [*turns]
     found: dict[str, list[list[Seconds]]] = {name: [] for name in names}
     for number in range(rounds + 1):
@@ -119,13 +118,11 @@ def _eager(
     return turn
 
 
-def _ours(setting: Setting, batch: Batch, wire: Wire, gbps: float | None, rounds: bool = True) -> Turn:
+def _ours(setting: Setting, batch: Batch, wire: Wire, gbps: float | None) -> Turn:
     model = setting.model()
     policy = Policy(lower="eager", network=gbps)
     sharded = compile_sharded(model, [*_two(setting, model, fused=False)], loss=setting.preset.loss, policy=policy)
     (update,) = sharded._updates
-    if not rounds:
-        update._apart = False  # type: ignore[attr-defined]
     run = update.run
     taken: list[Seconds] = []
 

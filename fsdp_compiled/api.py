@@ -152,7 +152,7 @@ def _sharded(
     with half_taken(place):
         begin = _begin(model, own, plan, place, init, checked[1])
         taken, state, random, whole, on_shards = lockstep(place, "What compile_sharded takes over", begin)
-    maker = ProgramMaker(taken, loss, plan, place, Calls(place), random.bound)
+    maker = ProgramMaker(model, taken.open, loss, plan, place, Calls(place), random.bound)
     hyperparameters = Hyperparameters(own, plan.device)
     local = LocalSteps(plan, place, maker, state) if plan.policy.sync_every and own is not None else None
     return Sharded(
@@ -228,11 +228,10 @@ def _begin(
         if parts := [rule for rule in own if not rule.whole]:
             on_shards.append(ShardUpdate(one, parts, first, plan, place))
         if whole:
-            apart = all(rule.apart for rule in whole)
             for name in [slot.name for b in plan.buffers for slot in b.slots if slot.leaf.owned and slot.name in kept]:
                 yield f"the optimizer's state of {name}"
                 kept[name] = first_rank_s(kept[name], place, plan.device)
-            update = WholeUpdate(one, [rule.group - first for rule in whole], plan, place, shards, kept, apart=apart)
+            update = WholeUpdate(one, [rule.group - first for rule in whole], plan, place, shards, kept)
             update.show(state.optimizer)
             updates.append(update)
     return taken, state, random, tuple(updates), tuple(on_shards)
@@ -277,5 +276,5 @@ def _fingerprint(model: nn.Module, plan: Plan, rules: tuple[Rule, ...], optimize
         brought = {name: sorted(all_leaves(optimizer.state.get(p, {}))) for name, p in named_parameters(model)}
         lines += [f"optimizer's state of {name}: {', '.join(found)}" for name, found in brought.items() if found]
         lines += [f"optimizer's state {name}: {value.item()}" for name, value in read_scalars(optimizer).items()]
-    lines += [f"rule {rule.name} {rule.state} {rule.eagerly or ''} {rule.whole} {rule.apart}" for rule in rules]
+    lines += [f"rule {rule.name} {rule.state} {rule.eagerly or ''} {rule.whole}" for rule in rules]
     return "\n".join(lines)

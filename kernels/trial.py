@@ -7,7 +7,7 @@ infinity where values are counted. What the operator writes and returns is compa
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -51,52 +51,44 @@ def failure(like: Like, device: torch.device) -> str:
 def _arguments(like: Like, device: torch.device) -> tuple[list[Any], dict[str, Any]]:
     """The same in every call, on memory of its own."""
     generator = torch.Generator().manual_seed(0)
-    lists = dict(like.lists)
+    lists, scalars, numbers = dict(like.lists), dict(like.scalars), dict(like.numbers)
     if like.name == "flatten_":  # a call may have none but what is there already
-        lists.setdefault("gradients", (dict(like.scalars)["flat"],))
+        lists.setdefault("gradients", (scalars["flat"],))
+    flattens = like.name.startswith("flatten")
+    gradients = _gradients(lists["gradients"], generator, device) if flattens else []
+    room = [-(-one.numel() // 8) * 8 + 16 for one in gradients]
+    made: dict[str, Callable[[], Any]] = {
+        "values": lambda: _values(generator, scalars["values"], device),
+        "packed": lambda: IMPLEMENTATIONS["pack"](
+            _values(generator, torch.float32, device), ROWS, form=numbers["form"]
+        ),
+        "rows": lambda: ROWS,
+        "salt": lambda: ROWS,
+        "seed": lambda: torch.full((1,), 2**40 + 3, device=device) if "seed" in scalars else None,
+        "offsets": lambda: [sum(room[:place]) for place in range(len(room))],
+        "numel": lambda: {"unpack": SIZES[0], "combine": -(-SIZES[0] // ROWS)}.get(like.name, sum(room)),
+        "kept": list,
+        "dtype": lambda: numbers["dtype"],
+        "flat": lambda: torch.full((sum(room),), 7.0, dtype=scalars["flat"], device=device),
+    }
+    if flattens:
+        made["gradients"] = lambda: gradients
     schema = getattr(torch.ops.fsdp_compiled, like.name.partition(".")[0])
     overload = getattr(schema, like.name.partition(".")[2] or "default")
     found: list[Any] = []
-    offset = 0
     for argument in overload._schema.arguments:
+        name = argument.name
         if argument.kwarg_only:
             continue
-        if argument.name == "values":
-            found.append(_values(generator, dict(like.scalars)["values"], device))
-        elif argument.name == "packed":
-            values = _values(generator, torch.float32, device)
-            found.append(IMPLEMENTATIONS["pack"](values, ROWS, form=dict(like.numbers)["form"]))
-        elif argument.name in ("rows", "salt"):
-            found.append(ROWS)
-        elif argument.name == "numel" and like.name in ("unpack", "combine"):
-            found.append(-(-SIZES[0] // ROWS) if like.name == "combine" else SIZES[0])
-        elif argument.name == "seed" and "seed" in dict(like.scalars):
-            found.append(torch.full((1,), 2**40 + 3, dtype=torch.int64, device=device))
-        elif argument.name == "gradients" and like.name.startswith("flatten"):
-            found.append(_gradients(lists["gradients"], generator, device))
-        elif argument.name in lists:
-            found.append(_list(argument.name, lists[argument.name], generator, device))
-        elif argument.name == "offsets":
-            offsets = []
-            for gradient in found[-1]:
-                offsets.append(offset)
-                offset += -(-gradient.numel() // 8) * 8 + 16
-            found.append(offsets)
-        elif argument.name == "numel":
-            found.append(offset)
-        elif argument.name == "kept":
-            found.append([])
-        elif argument.name == "dtype":
-            found.append(dict(like.numbers)["dtype"])
-        elif argument.name == "flat":
-            size = sum(-(-one.numel() // 8) * 8 + 16 for one in _gradients(lists["gradients"], generator, device))
-            found.append(torch.full((size,), 7.0, dtype=dict(like.scalars)["flat"], device=device))
-        elif argument.name in dict(like.scalars):
-            value = SCALARS.get(argument.name, 0.0)
-            found.append(torch.tensor(value, device=device).to(dict(like.scalars)[argument.name]))
+        if name in made:
+            found.append(made[name]())
+        elif name in lists:
+            found.append(_list(name, lists[name], generator, device))
+        elif name in scalars:
+            found.append(torch.tensor(SCALARS.get(name, 0.0), device=device).to(scalars[name]))
         else:
             found.append([] if "[]" in str(argument.type) or "List" in str(argument.type) else None)
-    numbers = {name: value for name, value in like.numbers if name != "dtype"}
+    numbers.pop("dtype", None)
     kind = OPTIONS.get(like.name)
     return found, ({"options": kind(**numbers)} if kind else numbers)
 

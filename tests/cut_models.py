@@ -1,11 +1,9 @@
-"""Models that are cut along tp by PyTorch's plans, their training beside others', and a worker's answers."""
+"""Models that are cut along tp by PyTorch's plans, and their training beside others'."""
 
 from __future__ import annotations
 
-import json
 import os
-import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
@@ -15,7 +13,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     PrepareModuleInput,
@@ -28,6 +26,7 @@ from torch.utils.checkpoint import checkpoint
 from fsdp_compiled import Sharded
 from fsdp_compiled.capture.guards import Guards
 from tests.launch import told
+from tests.loops import full as whole
 from tests.stale_models import Scaled, set_scale
 
 RANK = int(os.environ.get("RANK", 0))
@@ -175,10 +174,6 @@ def sgd(model: nn.Module) -> torch.optim.Optimizer:
 Run = tuple[list[float], list[float], dict[str, torch.Tensor]]  # losses, norms, weights
 
 
-def whole(tensor: torch.Tensor) -> torch.Tensor:
-    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
-
-
 def unsharded(model: nn.Module, optimizer: torch.optim.Optimizer, rows: int, clip: float | None = None) -> Run:
     """Eager PyTorch on one rank, on the batches of all."""
     losses, norms = [], []
@@ -256,24 +251,3 @@ def copies_equal(sharded: Sharded, mesh: DeviceMesh) -> bool:
 
 def two_by_two() -> DeviceMesh:
     return init_device_mesh("cpu", (2, 2), mesh_dim_names=("shard", "tp"))
-
-
-def answer_all(cases: Sequence[Callable[[], Any]], path: str) -> None:
-    """Writes what each case says on each rank, by its name; after one that fails, no other is begun."""
-    dist.init_process_group("gloo")
-    results: dict[str, Any] = {}
-    for case in cases:
-        try:
-            answer = case()
-        except Exception:
-            answer = {"failed": traceback.format_exc()}
-        found: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(found, answer)
-        results[case.__name__] = found
-        if any("failed" in one for one in found):
-            break
-    if RANK == 0:
-        with open(path, "w") as file:
-            json.dump(results, file)
-    dist.barrier()
-    dist.destroy_process_group()

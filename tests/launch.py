@@ -9,7 +9,8 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
+import traceback
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -54,6 +55,17 @@ def launch(
         return json.loads(result.read_text())
 
 
+def results_of(script: Path, world: int, *arguments: str, **options: Any) -> Any:
+    """A fixture of a test file: what `launch` gives, once for all of its tests."""
+    import pytest  # not in the ranks
+
+    @pytest.fixture(scope="module", name="results")
+    def results() -> Any:
+        return launch(script, world, *arguments, **options)
+
+    return results
+
+
 def told(call: Callable[[], Any]) -> str:
     """The error of a call, for a worker to write down."""
     try:
@@ -65,14 +77,38 @@ def told(call: Callable[[], Any]) -> str:
 
 def write_for_all(found: Any, result: str) -> None:
     """What each rank found, by rank, as `launch` reads it; collective."""
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, found)
+    every = of_all(found)
     if dist.get_rank() == 0:
-        Path(result).write_text(json.dumps(everyone))
+        Path(result).write_text(json.dumps(every))
+
+
+def of_all(found: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
+    """What each rank found, by rank; collective."""
+    every: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(every, found, group)
+    return every
+
+
+def answer_all(cases: Sequence[Callable[[], Any]], path: str) -> None:
+    """What a worker does: writes what each case says on each rank, by its name; after one that fails, none is begun."""
+    dist.init_process_group("gloo")
+    results: dict[str, Any] = {}
+    for case in cases:
+        try:
+            found = case()
+        except Exception:
+            found = {"failed": traceback.format_exc()}
+        results[case.__name__] = of_all(found)
+        if any("failed" in one for one in results[case.__name__]):
+            break
+    if dist.get_rank() == 0:
+        Path(path).write_text(json.dumps(results))
+    dist.barrier()
+    dist.destroy_process_group()
 
 
 def answers(results: dict[str, list[Any]], case: str) -> list[Any]:
-    """What each rank found in a case of `cut_models.answer_all`, which begins none after one that fails."""
+    """What each rank found in a case of `answer_all`, which begins none after one that fails."""
     failed = [one["failed"] for found in results.values() for one in found if "failed" in one]
     assert case in results and not any("failed" in one for one in results[case]), failed[0]
     return results[case]

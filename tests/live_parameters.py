@@ -12,11 +12,11 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.distributed.tensor import DTensor
 from torch.optim.swa_utils import AveragedModel
 from torch.utils import _pytree as pytree
 
 from fsdp_compiled import Sharded
+from tests.loops import full
 
 X = torch.arange(12.0).reshape(3, 4) / 7
 
@@ -229,11 +229,7 @@ def plain(value: Any) -> Any:
     """With whole tensors in the place of sharded ones."""
     if isinstance(value, Mapping):
         value = dict(value)
-
-    def whole(one: torch.Tensor) -> torch.Tensor:
-        return (one.full_tensor() if isinstance(one, DTensor) else one).detach().clone()
-
-    return pytree.tree_map_only(torch.Tensor, whole, value)
+    return pytree.tree_map_only(torch.Tensor, full, value)
 
 
 def compare(sharded: Sharded, model: Net, eager: Net, optimizer: torch.optim.Optimizer) -> list[str]:

@@ -10,6 +10,7 @@ from torch import nn
 
 from fsdp_compiled import SequenceAttention
 from fsdp_compiled.capture.sequence_attention import part_of
+from tests.cut_models import sgd
 
 VOCABULARY, WIDTH, HEAD, TIME, STEPS = 17, 16, 4, 16, 3
 
@@ -46,10 +47,6 @@ class Long(nn.Module):
 
 def loss(model: nn.Module, tokens: torch.Tensor, targets: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
     return F.cross_entropy(model(tokens, positions).flatten(0, 1), targets.flatten())
-
-
-def sgd(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.SGD(model.parameters(), lr=0.3, momentum=0.9)
 
 
 def whole(step: int, row: int) -> tuple[torch.Tensor, ...]:

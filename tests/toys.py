@@ -59,6 +59,10 @@ def mse(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     return F.mse_loss(model(x).to(y.dtype), y)  # torch 2.11 differentiates no other dtype
 
 
+def squares(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return model(x).square().mean()
+
+
 def batches(count: int, rows: int = 5, width: int = 6) -> list[Batch]:
     generator = torch.Generator().manual_seed(7)
     return [

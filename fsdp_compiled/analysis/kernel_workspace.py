@@ -64,19 +64,20 @@ def on_wire(node: fx.Node, backend: Backend) -> int:
 
 def in_kernel(node: fx.Node) -> int:
     """Bytes that the node's kernel allocates besides its results, at its peak."""
-    if not isinstance(node.target, torch._ops.OpOverload) or not _may_allocate(node.target):
+    kind = kind_of(node.target)
+    if kind == "nothing":
         return 0
     read = [source.meta["val"] for source in node.all_input_nodes]
     read = [value for value in read if isinstance(value, torch.Tensor)]
     if not read or read[0].device.type != "cpu":
         return _on_gpu(node) if node.target in ATTENTION_BACKWARD else 0
     value = node.meta["val"]
-    if _only_casts(node.target) and isinstance(value, torch.Tensor) and {one.dtype for one in read} == {value.dtype}:
+    if kind == "casts" and isinstance(value, torch.Tensor) and {one.dtype for one in read} == {value.dtype}:
         return 0
     operands, result = as_traced((read, value))
     results = [value for value in (result if isinstance(result, tuple | list) else [result]) if value is not None]
     workspace = sum(operand.nbytes for operand in operands if _copied(node.target, operand))
-    if node.target in _KERNELS:
+    if kind == "arguments":
         # one for each argument, and not for each value: query, key and value may be the same
         places = [source for source in pytree.tree_leaves(node.args) if isinstance(source, fx.Node)]
         given = [as_traced(source.meta["val"]) for source in places if isinstance(source.meta["val"], torch.Tensor)]
@@ -93,15 +94,12 @@ class Workspaces:
 
     def __init__(self) -> None:
         self._known: dict[tuple[Hashable, ...], int] = {}
-        self._kinds: dict[int, str] = {}  # by operator: whether it allocates, and by what
 
     def __call__(self, node: fx.Node) -> int:
-        target = id(node.target)
-        if (kind := self._kinds.get(target)) is None:
-            kind = self._kinds[target] = _kind(node.target)
+        kind = kind_of(node.target)
         if kind == "nothing":
             return 0
-        key: tuple[Hashable, ...] = target, id(node.meta["val"]), *[id(one.meta["val"]) for one in node.all_input_nodes]
+        key: tuple[Hashable, ...] = node.target, *[id(one.meta["val"]) for one in (node, *node.all_input_nodes)]
         if kind == "arguments":  # where a tensor stands, and the numbers beside it
             key += tuple([id(one.meta["val"]) if isinstance(one, fx.Node) else repr(one) for one in node.args])
         if (found := self._known.get(key)) is None:
@@ -109,31 +107,23 @@ class Workspaces:
         return found
 
 
-def _kind(target: Any) -> str:
-    if not isinstance(target, torch._ops.OpOverload) or not _may_allocate(target):
+@cache
+def kind_of(target: Any) -> Literal["nothing", "casts", "tensors", "arguments"]:
+    """What decides how much the operator's kernel allocates: its tensors, or the other arguments too; or it allocates
+    nothing, or nothing but operands in the dtype that it computes in."""
+    if not isinstance(target, torch._ops.OpOverload):
         return "nothing"
-    return "arguments" if target in _KERNELS else "tensors"
-
-
-@cache
-def _may_allocate(target: torch._ops.OpOverload) -> bool:
-    return _special(target) or torch.Tag.pointwise in target.tags or torch.Tag.reduction in target.tags
-
-
-@cache
-def _only_casts(target: torch._ops.OpOverload) -> bool:
-    """Whether the kernel allocates nothing but operands in the dtype that it computes in."""
-    return torch.Tag.pointwise in target.tags and not _special(target)
+    if target in _KERNELS:
+        return "arguments"
+    if target in CONTIGUOUS or target in PRODUCTS or target in ATTENTION_BACKWARD or torch.Tag.reduction in target.tags:
+        return "tensors"
+    return "casts" if torch.Tag.pointwise in target.tags else "nothing"
 
 
 def _on_gpu(node: fx.Node) -> int:
     """Flash attention's backward sums the queries' gradient in float32, and has a float32 number for each row."""
     query = as_traced(node.args[1].meta["val"])  # type: ignore[union-attr]
     return 4 * query.numel() + 4 * query.numel() // query.shape[-1]
-
-
-def _special(target: torch._ops.OpOverload) -> bool:
-    return target in CONTIGUOUS or target in PRODUCTS or target in _KERNELS or target in ATTENTION_BACKWARD
 
 
 Tensors = Sequence[torch.Tensor]

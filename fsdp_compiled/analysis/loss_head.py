@@ -160,7 +160,6 @@ class Head:
         return not self.known[self.product].of(self.chosen)
 
 
-aten = torch.ops.aten
 # The result is a multiple of the first argument.
 SAME = (
     *MOVES, aten.expand.default, aten._to_copy.default, aten.neg.default, aten.sum.dim_IntList, aten.mean.dim,

@@ -144,20 +144,23 @@ def storable(program: Program, plan: Plan, again: Mapping[str, Saved]) -> list[S
 aten = torch.ops.aten
 STEPS = 2000  # the knapsack's capacity is cut into so many parts
 SMALL = 1024  # bytes: not worth an operator
-AGAIN = (
+CHEAP = (  # bound by memory traffic: `rematerialize` repeats these, and what maps elements
     aten.native_layer_norm.default,
-    aten._softmax.default,
-    aten._log_softmax.default,
     aten.mean.dim,
     aten.var_mean.correction,
-    aten.sum.dim_IntList,
-    aten.amax.default,
-    aten.embedding.default,
     aten.cat.default,
     aten.stack.default,
     aten.clone.default,
     aten._to_copy.default,
     aten._unsafe_view.default,
+)
+AGAIN = (
+    *CHEAP,
+    aten._softmax.default,
+    aten._log_softmax.default,
+    aten.sum.dim_IntList,
+    aten.amax.default,
+    aten.embedding.default,
     getitem,
 )
 
@@ -283,10 +286,15 @@ def _chain(
 
 
 def _may_run_again(node: fx.Node) -> bool:
-    if role_of(node) is not None or is_collective(node) or is_random(node) or mutated(node):
+    if not same_again(node):
         return False
     if node.target in AGAIN:
         return True
     if not isinstance(node.target, torch._ops.OpOverload):
         return False
     return torch.Tag.pointwise in node.target.tags or flops(node) > 0
+
+
+def same_again(node: fx.Node) -> bool:
+    """Whether it is the model's own, and gives the same bits if it runs twice."""
+    return role_of(node) is None and not (is_collective(node) or is_random(node) or mutated(node))

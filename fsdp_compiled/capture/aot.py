@@ -78,11 +78,20 @@ def _empty_gradient(gradient: torch.Tensor, value: torch.Tensor, *_options: Any)
     return torch.empty_like(value) if value.numel() == 0 else NotImplemented
 
 
-# On fake tensors PyTorch computes these with a division by the number of elements, which fails in Python for 0.
-EMPTY = {
+def _through_dropout(gradient: torch.Tensor, mask: torch.Tensor, scale: float) -> Any:
+    """The gradient of dropout's input. On CPUs eager PyTorch multiplies by 1 / (1 - p) in the input's own dtype, in
+    backward as in forward; the operator that a trace has multiplies by the exact number in backward."""
+    if gradient.device.type != "cpu" or gradient.dtype not in (torch.bfloat16, torch.float16):
+        return NotImplemented
+    return gradient * (mask.to(gradient.dtype) * scale)
+
+
+DECOMPOSITIONS = {
+    # On fake tensors PyTorch computes these with a division by the number of elements, which fails in Python for 0.
     aten.mse_loss_backward.default: _empty_gradient,
     aten.smooth_l1_loss_backward.default: _empty_gradient,
     aten.huber_loss_backward.default: _empty_gradient,
+    aten.native_dropout_backward.default: _through_dropout,
 }
 
 
@@ -102,8 +111,8 @@ def _joint(module: fx.GraphModule, inputs: Sequence[Any]) -> fx.GraphModule:
 
     # As `torch._dynamo.backends.common.aot_autograd` calls it, which imports half of Inductor for its log.
     compiler = functools.partial(
-        aot_module_simplified, fw_compiler=take, inference_compiler=take, partition_fn=take, decompositions=EMPTY,
-        keep_inference_input_mutations=False,
+        aot_module_simplified, fw_compiler=take, inference_compiler=take, partition_fn=take,
+        decompositions=DECOMPOSITIONS, keep_inference_input_mutations=False,
     )  # fmt: skip
     # The setting keeps unused draws of random numbers: eager PyTorch makes them too, which advances its generator.
     draws = inductor_config.patch(fallback_random=True) if there("unused draws") else contextlib.nullcontext()

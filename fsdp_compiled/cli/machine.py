@@ -53,24 +53,6 @@ def choose_lower(*, cuda: bool) -> tuple[str, str | None]:
     return "eager", f"--lower eager: inductor needs {missing}, which this machine lacks"
 
 
-# Tokens: on CPUs, a run must have about as many left for compiled steps to make up for compiling, in processor time
-# (bench/results/start-up.json).
-SHORT = 600_000
-
-
-def told_short(lower: str, device: str, tokens: int) -> str | None:
-    """One line if a run on CPUs compiles for fewer than `SHORT` remaining tokens; nothing is chosen by it.
-
-    It depends on a count, which is the same in each run, not on a stopwatch.
-    """
-    if lower != "inductor" or device != "cpu" or tokens >= SHORT:
-        return None
-    return (
-        f"a short run: {tokens:,} tokens are left, and below {SHORT:,} compiling may take longer than it saves; "
-        "--lower eager begins at once"
-    )
-
-
 def _missing(cuda: bool) -> str | None:
     if cuda and importlib.util.find_spec("triton") is None:
         return "triton"

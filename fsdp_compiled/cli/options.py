@@ -1,8 +1,8 @@
-"""The options of `train`: their defaults, their types, and what they refuse."""
+"""The options of `train`: their defaults, their types, and what they refuse; and how options are declared."""
 # ruff: noqa: RUF009 (`option` makes a field)
 
 import argparse
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from math import inf
 from pathlib import Path
@@ -34,6 +34,15 @@ def option(default: Any, about: str, kind: Any = None, metavar: str | None = Non
     """A field, and what argparse is told of it; the field's name is the option's name."""
     told = {"default": default, "help": about, "type": kind, "metavar": metavar, **more}
     return field(default=default, metadata={name: value for name, value in told.items() if value is not None})
+
+
+def add_options(parser: argparse.ArgumentParser, kind: Any, groups: Mapping[str, tuple[str, str | None]]) -> None:
+    """Tells argparse of a dataclass's options. ``groups``: their titles and descriptions, by their first option."""
+    group: Any = parser
+    for one in fields(kind):
+        if one.name in groups:
+            group = parser.add_argument_group(*groups[one.name])
+        group.add_argument(f"--{one.name.replace('_', '-')}", **one.metadata)
 
 
 @dataclass(frozen=True)
@@ -69,7 +78,7 @@ class TrainOptions:
         choices=("zero3", "zero2", "zero1", "ddp"),
     )  # fmt: skip
     lower: str | None = option(
-        None, "what runs the program (inductor where it can compile; short runs are told)",
+        None, "what runs the program (inductor where it can compile)",
         choices=("eager", "inductor"),
     )  # fmt: skip
 
@@ -103,12 +112,7 @@ GROUPS = {  # by their first option
 
 
 def add_train_options(parser: argparse.ArgumentParser) -> None:
-    group = None
-    for one in fields(TrainOptions):
-        if one.name in GROUPS:
-            group = parser.add_argument_group(*GROUPS[one.name])
-        assert group is not None
-        group.add_argument(f"--{one.name.replace('_', '-')}", **one.metadata)
+    add_options(parser, TrainOptions, GROUPS)
 
 
 def train_options(chosen: argparse.Namespace) -> TrainOptions:

@@ -33,7 +33,6 @@ from fsdp_compiled.cli.data import (
 )
 from fsdp_compiled.cli.gpt import GPT, GPTConfig, decay_groups, next_byte_loss
 from fsdp_compiled.cli.journal import Compiling, Journal, Progress, Record, whole_file
-from fsdp_compiled.cli.machine import told_short
 from fsdp_compiled.cli.options import TrainOptions
 from fsdp_compiled.cli.rank import STOPPED, RankInfo, Ranks, Stop, began
 from fsdp_compiled.cli.summary import Read, Unread, blame, configuration, curve, first_line, generate
@@ -176,9 +175,6 @@ class Training:
         logged = 1 if self.here.device.type == "cpu" else 10  # reading a loss makes the host wait for the GPU
         first = self.step + 1
         if first <= options.steps:
-            left = (options.steps - self.step) * self.share.batch * options.context
-            if (short := told_short(str(options.lower), self.here.device.type, left)) is not None:
-                self.progress.say(short)
             self.progress.say(f"step {first}: capturing the model and compiling the step; the slowest one ...")
         measuring, profile = ExitStack(), None
         self.clock.enter("training")

@@ -23,7 +23,8 @@ import os
 import time
 import uuid
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
@@ -52,7 +53,6 @@ def connect(mesh: DeviceMesh | None, device: torch.device | None = None) -> Mesh
     if device is not None and device.type == "meta":
         device = None
     if mesh is not None:
-        set_nccl()
         return _place(mesh)
     if not dist.is_available():
         return Mesh(device or default_device())
@@ -86,39 +86,50 @@ def connect(mesh: DeviceMesh | None, device: torch.device | None = None) -> Mesh
 
 
 def _place(mesh: DeviceMesh) -> Mesh:
-    if not isinstance(mesh, DeviceMesh):
-        raise ValueError(
-            f"mesh is a {type(mesh).__name__}; expected a DeviceMesh from "
-            "torch.distributed.device_mesh.init_device_mesh."
-        )
+    _check_is_mesh(mesh)
     axes = _axes_of(mesh)
     if mesh.size() != dist.get_world_size():
         raise ValueError(
             f"mesh holds {mesh.size()} ranks, but the world has {dist.get_world_size()}; every rank must be in the "
             "mesh."
         )
+    tp = None if "tp" not in axes else mesh if mesh.ndim == 1 else mesh["tp"]
+    return replace(_mesh(mesh, {axis: dim for axis, dim in axes.items() if axis != "tp"}, tp), given=mesh)
+
+
+def _mesh(mesh: DeviceMesh, axes: Mapping[str, int], tp: DeviceMesh | None) -> Mesh:
+    """This rank's place. ``axes``: the dimension of the mesh for each of our axes but tp."""
     _check_order(mesh)
-    place = mesh.get_coordinate()
-    assert place is not None
-    sizes = {axis: mesh.size(index) for axis, index in axes.items()}
-    groups = {axis: mesh.get_group(index).group_name for axis, index in axes.items() if sizes[axis] > 1 or axis == "tp"}
+    set_nccl()
     device = torch.device(mesh.device_type)
     if device.type == "cuda":
         device = default_device()
         torch.cuda.set_device(device)
+    sizes = {axis: mesh.size(dim) for axis, dim in axes.items()}
+    ranks = {axis: mesh.get_local_rank(dim) for axis, dim in axes.items()}
+    groups = {axis: mesh.get_group(dim).group_name for axis, dim in axes.items() if sizes[axis] > 1}
+    if tp is not None:
+        groups["tp"] = tp.get_group().group_name
     return Mesh(
         device,
         sizes.get("shard", 1),
         sizes.get("replicate", 1),
-        place[axes["shard"]] if "shard" in axes else 0,
+        ranks.get("shard", 0),
         dist.get_rank(),
         groups,
-        sizes.get("tp", 1),
-        place[axes["tp"]] if "tp" in axes else 0,
-        place[axes["replicate"]] if "replicate" in axes else 0,
-        None if "tp" not in axes else mesh if mesh.ndim == 1 else mesh["tp"],
-        given=mesh,
+        tp.size() if tp is not None else 1,
+        tp.get_local_rank() if tp is not None else 0,
+        ranks.get("replicate", 0),
+        tp,
     )
+
+
+def _check_is_mesh(mesh: DeviceMesh) -> None:
+    if not isinstance(mesh, DeviceMesh):
+        raise ValueError(
+            f"mesh is a {type(mesh).__name__}; expected a DeviceMesh from "
+            "torch.distributed.device_mesh.init_device_mesh."
+        )
 
 
 def _check_order(mesh: DeviceMesh) -> None:
@@ -178,11 +189,7 @@ def place_in(mesh: DeviceMesh, tp: DeviceMesh | None = None) -> Mesh:
 
     ``tp``: an axis beside it.
     """
-    if not isinstance(mesh, DeviceMesh):
-        raise ValueError(
-            f"mesh is a {type(mesh).__name__}; expected a DeviceMesh from "
-            "torch.distributed.device_mesh.init_device_mesh."
-        )
+    _check_is_mesh(mesh)
     if mesh.ndim not in (1, 2):
         raise ValueError(f"fully_shard expects a 1D or 2D DeviceMesh but got {mesh}")
     if mesh.size() * (tp.size() if tp is not None else 1) != dist.get_world_size():
@@ -196,24 +203,7 @@ def place_in(mesh: DeviceMesh, tp: DeviceMesh | None = None) -> Mesh:
             f"mesh holds ranks {mesh.mesh.flatten().tolist()} here and the tp axis {tp.mesh.tolist()}: expected two "
             'axes of one mesh, mesh["dp"] for fully_shard and mesh["tp"] for parallelize_module.'
         )
-    _check_order(mesh)
-    set_nccl()
-    axes = {"shard": mesh.ndim - 1} | ({"replicate": 0} if mesh.ndim == 2 else {})
-    sizes = {axis: mesh.size(dim) for axis, dim in axes.items()}
-    groups = {axis: mesh.get_group(dim).group_name for axis, dim in axes.items() if sizes[axis] > 1}
-    device = torch.device(mesh.device_type)
-    if device.type == "cuda":
-        device = default_device()
-        torch.cuda.set_device(device)
-    rank = mesh.get_local_rank(axes["shard"])
-    if tp is None:
-        return Mesh(device, sizes["shard"], sizes.get("replicate", 1), rank, dist.get_rank(), groups)
-    groups["tp"] = tp.get_group().group_name
-    replica = mesh.get_local_rank(axes["replicate"]) if "replicate" in axes else 0
-    return Mesh(
-        device, sizes["shard"], sizes.get("replicate", 1), rank, dist.get_rank(), groups, tp.size(),
-        tp.get_local_rank(), replica, tp,
-    )  # fmt: skip
+    return _mesh(mesh, {"shard": mesh.ndim - 1} | ({"replicate": 0} if mesh.ndim == 2 else {}), tp)
 
 
 def _axes_of(mesh: DeviceMesh) -> dict[str, int]:

@@ -9,7 +9,7 @@ generator that says, before each of its collectives, which one is next:
         dist.broadcast(flat, 0)
         ...                                  and here
         found = yield Exchange("names", own)     what each rank gave, by rank
-        return Last(result, Exchange("sums", mine))     its end is an exchange: `last_exchange`
+        return result                        all ranks have come to the end, or all raise
 """
 
 from __future__ import annotations
@@ -29,13 +29,6 @@ class Exchange(NamedTuple):
     value: Any
 
 
-class Last(NamedTuple):
-    """The return value of a work that ends in an exchange."""
-
-    result: Any
-    exchange: Exchange
-
-
 Work = Generator[str | Exchange, Any, T]
 
 
@@ -46,16 +39,6 @@ def lockstep(mesh: Mesh, what: str, work: Work[T]) -> T:
     `RankError` that quotes it. If their next collectives differ, all raise a `RankError`. Each collective costs one
     small reduction, between hosts.
     """
-    return _run(mesh, what, work)[0]
-
-
-def last_exchange(mesh: Mesh, what: str, work: Work[Last]) -> tuple[Any, list[Any]]:
-    """Like `lockstep`: returns what ``work`` came to, and what each rank gave at its end, by rank."""
-    last, answers = _run(mesh, what, work)
-    return last.result, answers
-
-
-def _run(mesh: Mesh, what: str, work: Work[T]) -> tuple[T, Any]:
     answer = None
     while True:
         step: str | Exchange = ""
@@ -63,14 +46,13 @@ def _run(mesh: Mesh, what: str, work: Work[T]) -> tuple[T, Any]:
         try:
             step = work.send(answer)
         except StopIteration as end:
-            results = [end.value]
-            step = end.value.exchange if isinstance(end.value, Last) else "the end"
+            results, step = [end.value], "the end"
         except BaseException as error:  # one that interrupts, too, would leave the others waiting
             failure = error
         try:
             agree(mesh, what, step.what if isinstance(step, Exchange) else step, failure)
         finally:
             failure = None  # it holds this frame
-        answer = exchange(step.value, mesh) if isinstance(step, Exchange) else None
         if results:
-            return results[0], answer
+            return results[0]
+        answer = exchange(step.value, mesh) if isinstance(step, Exchange) else None

@@ -120,7 +120,7 @@ class Message:
 
 
 class Round:
-    """Sends these parameters to their owners; under way once it is made. Collective, as is each call.
+    """An update's way to the owners and back; under way once it is made. Collective, as is each call.
 
     ``gradients``, ``parameters``: this rank's parts, 1-d, by name.
     """
@@ -130,15 +130,12 @@ class Round:
         self._gradients, self._parameters = (
             Divided(list(rows.values()), [own[name] for name in rows], mesh) for own in (gradients, parameters)
         )
-        self._travels = any(row.sent for row in rows.values())
-        self._message: Message | None = None
-        if self._travels:
-            sides = self._gradients, self._parameters
-            given, taken = (
-                [[one for side in sides for one in getattr(side, name)[rank]] for rank in range(mesh.shard)]
-                for name in ("given", "taken")
-            )
-            self._message = Message(given, taken, mesh)
+        sides = self._gradients, self._parameters
+        given, taken = (
+            [[one for side in sides for one in getattr(side, name)[rank]] for rank in range(mesh.shard)]
+            for name in ("given", "taken")
+        )
+        self._message = Message(given, taken, mesh)
 
     @property
     def in_place(self) -> Sequence[torch.Tensor]:
@@ -150,29 +147,25 @@ class Round:
         """Gradients and parameters that this rank owns, whole, 1-d."""
         for side in (self._gradients, self._parameters):
             side.put_in()
-        if self._message is not None:
-            self._message.wait()
-            self._message.put()
+        self._message.wait()
+        self._message.put()
         gradients, parameters = (
             {name: whole for name, whole in zip(self._rows, side.wholes, strict=True) if whole is not None}
             for side in (self._gradients, self._parameters)
         )
         return gradients, parameters
 
-    def send_back(self, word: int | None = None) -> None:
-        """Sends the new parameters back. ``word``: this rank's, at the end of the last round."""
-        self._message = None
-        if self._travels or word is not None:
-            self._message = Message(self._parameters.taken, self._parameters.given, self._mesh, word)
+    def send_back(self, word: int) -> None:
+        """Sends the new parameters back, and this rank's word."""
+        self._message = Message(self._parameters.taken, self._parameters.given, self._mesh, word)
 
     def wait(self) -> list[int]:
-        """Waits until they are back; returns the ranks' words, if there are any. Nothing is written yet."""
-        return self._message.wait() if self._message is not None else []
+        """Waits until they are back; returns the ranks' words. Nothing is written yet."""
+        return self._message.wait()
 
     def write(self) -> None:
         """Writes the new parameters into this rank's parts."""
-        if self._message is not None:
-            self._message.put()
+        self._message.put()
         self._parameters.take_out()
 
 

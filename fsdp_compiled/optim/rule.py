@@ -143,7 +143,6 @@ class Rule:
     eagerly: str | None = None
     kept: Kept | None = field(default=None, compare=False)  # where code that runs on shards finds its state
     whole: bool = False
-    apart: bool = False  # whether its step may be called on some whole parameters, then on the others
 
     @cached_property
     def inputs(self) -> list[RuleInput]:

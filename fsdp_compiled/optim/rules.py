@@ -31,7 +31,7 @@ from fsdp_compiled.optim.step import Part, make_step, number_of
 from fsdp_compiled.optim.tracing import SHAPE, Subject, trace
 from fsdp_compiled.optim.trial import initial
 from fsdp_compiled.optim.ways import key_of, noted_by, once, way_of
-from fsdp_compiled.optim.whole import check_runs_on_some, may_be_called_on_some
+from fsdp_compiled.optim.whole import check_runs_on_some
 
 
 def make_rules(optimizer: Optimizer) -> tuple[Rule, ...]:
@@ -61,21 +61,14 @@ def _whole_rule(optimizer: Optimizer, index: int, reason: str) -> Rule:
     group = optimizer.param_groups[index]
     kinds = {(p.dtype, p.dim()) for p in group["params"] if p.requires_grad} or {(torch.float32, 2)}
     ordered = sorted(kinds, key=str)
+    key = None if noted_by(group["params"]) else key_of(optimizer, group, {}, torch.float64)
+    known = ("whole", *ordered, *key) if key is not None else None
     try:
-        nonzero = _tried(optimizer, group, ("whole", *ordered), partial(check_runs_on_some, kinds=ordered))
+        nonzero = bool(once(known, lambda: check_runs_on_some(optimizer, group, ordered)))
     except Refused as error:
         raise ValueError(_refusal(type(optimizer), str(error))) from error
-    apart = _tried(
-        optimizer, group, ("apart", *ordered), partial(may_be_called_on_some, kinds=ordered, divides=nonzero)
-    )
     names, name = scheduled(group), type(optimizer).__name__
-    return Rule(index, name, (), names, _no_graph, nonzero=nonzero, eagerly=reason, whole=True, apart=apart)
-
-
-def _tried(optimizer: Optimizer, group: Mapping[str, Any], kind: tuple[Any, ...], check: Callable[..., bool]) -> bool:
-    """The result of this check of the group; each check runs once. Raises `Refused`."""
-    key = None if noted_by(group["params"]) else key_of(optimizer, group, {}, torch.float64)
-    return bool(once((*kind, *key) if key is not None else None, lambda: check(optimizer, group)))
+    return Rule(index, name, (), names, _no_graph, nonzero=nonzero, eagerly=reason, whole=True)
 
 
 def _no_graph(*_: Any) -> fx.Graph:

@@ -17,7 +17,6 @@ import copy
 import itertools
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, TypeAlias
 
@@ -42,13 +41,7 @@ from fsdp_compiled.optim.param_groups import hyper, options_of, scheduled, with_
 from fsdp_compiled.optim.state_containers import all_leaves
 from fsdp_compiled.optim.trial import BOUNDS, FACTORS, LATE
 
-Guard: TypeAlias = Callable[[Any], AbstractContextManager[Any]]  # around a step of this side
-Calls: TypeAlias = Callable[[list[nn.Parameter]], list[list[nn.Parameter]]]
-# Which of all parameters a side is given, and what is allowed; and in which calls, if there are several.
-Selection: TypeAlias = (
-    tuple[Callable[[Sequence[torch.Tensor]], list[torch.Tensor]], Guard]
-    | tuple[Callable[[Sequence[torch.Tensor]], list[torch.Tensor]], Guard, Calls]
-)
+Selection: TypeAlias = Callable[[Sequence[torch.Tensor]], list[torch.Tensor]]  # of all parameters, those of a side
 STEPS, UNCHANGED, MOST = len(FACTORS), 4, 128  # at least; without a new entry in the state; before the trial gives up
 # Wide, tall, square, and of one shape: owners of each.
 SHAPES: Mapping[int, tuple[tuple[int, ...], ...]] = {
@@ -62,16 +55,15 @@ STEADY = 0.8  # the part of a gradient that stays, for classes that wait until p
 
 
 class Side:
-    """The class's own steps on these parameters. ``guard`` checks every operator.
-
-    ``calls``: which of the parameters each call of a step is for.
-    """
+    """The class's own steps on these parameters; every operator is checked (`Apart`)."""
 
     def __init__(
-        self, optimizer: Optimizer, options: Mapping[str, Any], begin: Sequence[torch.Tensor], guard: Guard,
-        notes: Mapping[str, Any], calls: Calls = lambda parameters: [parameters],
-    ) -> None:  # fmt: skip
-        self.calls = calls
+        self,
+        optimizer: Optimizer,
+        options: Mapping[str, Any],
+        begin: Sequence[torch.Tensor],
+        notes: Mapping[str, Any],
+    ) -> None:
         self.parameters = [nn.Parameter(value) for value in begin]
         for parameter in self.parameters:
             parameter.__dict__.update(notes)
@@ -82,7 +74,6 @@ class Side:
             if (mine := fresh_of(optimizer, options, parameter)) is not None and mine.state.get(parameter):
                 state[parameter] = dict(mine.state[parameter])
         self.made = copy_of(optimizer, [{**options, "params": self.parameters}], state)
-        self.guard = guard
 
     def step(self, gradients: Sequence[torch.Tensor], hypers: Mapping[str, float]) -> None:
         group = self.made.param_groups[0]
@@ -90,11 +81,8 @@ class Side:
             group.update(with_hyper(group, name, value))
         for parameter, gradient in zip(self.parameters, gradients, strict=True):
             parameter.grad = gradient.clone()
-        with torch.no_grad(), self.guard(self):
-            for some in self.calls(self.parameters):
-                group["params"] = some
-                step_of(type(self.made))(self.made)
-        group["params"] = self.parameters
+        with torch.no_grad(), Apart(self):
+            step_of(type(self.made))(self.made)
 
     def numbers(self) -> dict[tuple[str, str], float]:
         """The numbers that it keeps, by place and name."""
@@ -200,13 +188,12 @@ def _try(
     optimizer: Optimizer, group: Mapping[str, Any], dtype: torch.dtype, factors: Sequence[float],
     shapes: Sequence[tuple[int, ...]],
 ) -> None:  # fmt: skip
-    owners: list[Callable[[Sequence[torch.Tensor]], list[torch.Tensor]]] = [
+    owners: list[Selection] = [
         list,
         partial(_every, 0, 2),
         partial(_every, 1, 2),
         partial(_every, len(shapes), 1),
     ]
-    ways: list[Selection] = [(select, Apart) for select in owners]
 
     def compare(sides: Sequence[Side], begin: Sequence[torch.Tensor], index: int) -> None:
         everything = [parameter.detach() for parameter in sides[0].parameters]
@@ -222,36 +209,7 @@ def _try(
                 raise Refused(f"its {odd[0]!r} depends on which parameters it has")
 
     for steady in (0.0, STEADY):
-        run_beside(optimizer, group, dtype, factors, shapes, ways, compare, steady)
-
-
-def may_be_called_on_some(
-    optimizer: Optimizer, group: Mapping[str, Any], kinds: Sequence[tuple[torch.dtype, int]], divides: bool
-) -> bool:
-    """Whether its step comes to the same, bit for bit, if it is called on some of its parameters, then on the others.
-
-    It does not if the code counts calls, or keeps what cannot be looked into. `check_runs_on_some` accepts the class.
-    """
-
-    def compare(sides: Sequence[Side], begin: Sequence[torch.Tensor], index: int) -> None:
-        rows = zip(*(side.parameters for side in sides), strict=True)
-        same = all(torch.allclose(one, other, rtol=0, atol=0, equal_nan=True) for one, other in rows)
-        if not same or not _same(*({**_others(side), **_counters(side)} for side in sides)):
-            raise Refused("it is not the same in several calls")
-
-    ways: list[Selection] = [(list, lambda _: OnItsOwn()), (list, lambda _: OnItsOwn(), _thirds)]
-    factors = tuple(filter(None, FACTORS)) if divides else FACTORS
-    try:
-        for dtype in dict.fromkeys(dtype for dtype, _ in kinds):
-            shapes = _shapes(dtype, kinds)
-            run_beside(optimizer, group, dtype, factors, shapes, ways, compare)
-    except Refused:
-        return False
-    return True
-
-
-def _thirds(parameters: Sequence[nn.Parameter]) -> list[list[nn.Parameter]]:
-    return [list(parameters[first::3]) for first in (1, 0, 2)]
+        run_beside(optimizer, group, dtype, factors, shapes, owners, compare, steady)
 
 
 def _shapes(dtype: torch.dtype, kinds: Sequence[tuple[torch.dtype, int]]) -> list[tuple[int, ...]]:
@@ -272,22 +230,16 @@ def _counters(side: Side) -> dict[str, Any]:
     }
 
 
-def _others(side: Side) -> dict[str, str]:
-    """Everything that belongs to no parameter, as text; an object without a text of its own, by its identity."""
-    kept = {**attributes_of(side.made), **options_of(side.made.param_groups[0]), **named_state(side.made)}
-    return {name: repr(value) for name, value in kept.items()}
-
-
 def _same(one: Any, other: Any) -> bool:
     return repr(one) == repr(other)  # of nan too
 
 
 def run_beside(
     optimizer: Optimizer, group: Mapping[str, Any], dtype: torch.dtype, factors: Sequence[float],
-    shapes: Sequence[tuple[int, ...]], ways: Sequence[Selection],
-    compare: Callable[[Sequence[Side], Sequence[torch.Tensor], int], None], steady: float = 0.0,
+    shapes: Sequence[tuple[int, ...]], owners: Sequence[Selection],
+    compare: Callable[[Sequence[Side], Sequence[torch.Tensor], int], None], steady: float,
 ) -> None:  # fmt: skip
-    """Makes the same steps on small parameters in several ways, side by side, and compares after each.
+    """Makes the same steps on small parameters as each of these owners, side by side, and compares after each.
 
     ``steady``: which part of a gradient is the same at all steps. Raises `Refused` where a step fails, or where what it
     keeps does not stop growing.
@@ -299,7 +251,7 @@ def run_beside(
     rate = abs(float(group.get("lr", 0.0))) or 0.01
 
     def each(call: Callable[[Side, Callable[[Any], Any]], Any]) -> None:
-        for side, (select, *_) in zip(sides, ways, strict=True):
+        for side, select in zip(sides, owners, strict=True):
             try:
                 call(side, select)
             except (Refused, ZeroDivisionError):
@@ -308,10 +260,7 @@ def run_beside(
                 raise meaning(error, "its step fails on small parameters") from error
 
     notes: dict[str, Any] = next((copy.copy(vars(p)) for p in group["params"] if vars(p)), {})
-    sides = [
-        Side(optimizer, options, select([value.clone() for value in begin]), guard, notes, *calls)
-        for select, guard, *calls in ways
-    ]
+    sides = [Side(optimizer, options, select([value.clone() for value in begin]), notes) for select in owners]
     counted: list[dict[tuple[str, str], float]] = []
     sizes: list[int] = []
     last = None

@@ -27,23 +27,21 @@ def clip(program: Program, plan: Plan) -> Program:
     if plan.policy.clip is None and plan.policy.clip_value is None:
         return program.after("clip")
     edit = Edit(program)
-    norm = edit.outputs.get(NORM)
-    if plan.policy.clip is not None and norm is not None:
-        mark = Mark("norm")
-        with edit.at(edit.end, "update"):
+    norm, most, value = edit.outputs.get(NORM), plan.policy.clip, plan.policy.clip_value
+    mark, factor = Mark("norm"), None
+    with edit.at(edit.end, "update"):
+        if most is not None and norm is not None:
             factor = edit.call(aten.reciprocal.default, edit.call(aten.add.Tensor, norm, EPSILON, mark=mark), mark=mark)
-            factor = edit.call(aten.mul.Tensor, factor, float(plan.policy.clip), mark=mark)
+            factor = edit.call(aten.mul.Tensor, factor, float(most), mark=mark)
             factor = edit.call(aten.clamp.default, factor, None, 1.0, mark=mark)
-            for buffer in plan.buffers:
-                port = Port("out", "gradient", buffer.key)
-                if buffer.updated and (gradient := edit.outputs.get(port)) is not None:
-                    clipped = edit.call(aten.mul.Tensor, gradient, factor, mark=Mark("norm", purpose="factor"))
-                    edit.set_output(port, clipped)
-    if (value := plan.policy.clip_value) is not None:
-        with edit.at(edit.end, "update"):
-            for buffer in plan.buffers:
-                port = Port("out", "gradient", buffer.key)
-                if buffer.updated and (gradient := edit.outputs.get(port)) is not None:
-                    bounded = edit.call(aten.clamp.default, gradient, -float(value), float(value), mark=Mark("norm"))
-                    edit.set_output(port, bounded)
+        for buffer in plan.buffers:
+            port = Port("out", "gradient", buffer.key)
+            gradient = edit.outputs.get(port) if buffer.updated else None
+            if gradient is None:
+                continue
+            if factor is not None:
+                gradient = edit.call(aten.mul.Tensor, gradient, factor, mark=Mark("norm", purpose="factor"))
+            if value is not None:
+                gradient = edit.call(aten.clamp.default, gradient, -float(value), float(value), mark=mark)
+            edit.set_output(port, gradient)
     return edit.done("clip", keeps_readers=True)

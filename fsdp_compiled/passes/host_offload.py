@@ -46,11 +46,8 @@ def offload(program: Program, plan: Plan) -> Program:
 
 def _held(edit: Edit, buffer: Buffer) -> list[fx.Node]:
     """The buffer's shard, and what the optimizer keeps for each of its elements."""
-    found = []
-    for port, node in edit.inputs.items():
-        if port.kind in ("shard", "state") and port.name == buffer.key:
-            found.append(node)
-    return found
+    inputs = edit.inputs.items()
+    return [node for port, node in inputs if port.kind in ("shard", "state") and port.name == buffer.key]
 
 
 def _fetch(edit: Edit, stored: fx.Node, buffer: Buffer, plan: Plan, before: fx.Node, phase: Phase) -> fx.Node:

@@ -23,23 +23,13 @@ import torch
 from torch import fx
 
 from fsdp_compiled.analysis.roofline import nbytes
+from fsdp_compiled.analysis.saved_values import CHEAP, SMALL, same_again
 from fsdp_compiled.ir.edit import Edit
-from fsdp_compiled.ir.nodes import base_of, gathered, is_alias, is_collective, is_random, mutated, role_of
+from fsdp_compiled.ir.nodes import base_of, gathered, is_alias, is_collective
 from fsdp_compiled.ir.program import Program
 from fsdp_compiled.plan.plan import Plan
 
 aten = torch.ops.aten
-SMALL = 1024  # bytes; a smaller value is not worth an operator
-CHEAP = (
-    aten.native_layer_norm.default,
-    aten.mean.dim,
-    aten.var_mean.correction,
-    aten.cat.default,
-    aten.clone.default,
-    aten._to_copy.default,
-    aten._unsafe_view.default,
-    aten.stack.default,
-)
 
 
 def rematerialize(program: Program, plan: Plan) -> Program:
@@ -54,9 +44,7 @@ def _is_tensor(node: fx.Node) -> bool:
 
 
 def _is_cheap(node: fx.Node) -> bool:
-    if node.meta["phase"] != "forward" or not isinstance(node.target, torch._ops.OpOverload):
-        return False
-    if role_of(node) is not None or is_collective(node) or is_random(node) or mutated(node):
+    if node.meta["phase"] != "forward" or not isinstance(node.target, torch._ops.OpOverload) or not same_again(node):
         return False
     return node.target in CHEAP or torch.Tag.pointwise in node.target.tags
 
@@ -118,9 +106,9 @@ class _Choice:
         if node.op != "call_function" or node in self.parameters or not _is_tensor(node):
             return set()
         base = base_of(node, self.parameters)
-        if base in self.leaving or base in self.parameters or (base in self.read and base not in self.again):
+        if base.op != "call_function" or base in self.leaving or base in self.parameters:
             return set()
-        if base.op != "call_function":
+        if base in self.read and base not in self.again:
             return set()
         made = self._made_of(base)
         return None if made is None else made | self._aliases(node)

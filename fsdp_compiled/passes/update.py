@@ -251,9 +251,6 @@ def _input(edit: Edit, port: Port, shape: list[int], dtype: torch.dtype, plan: P
     return known[port] if port in known else edit.add_input(port, edit.fake(shape, dtype, plan.device))
 
 
-aten = torch.ops.aten
-
-
 def count_updates(program: Program, plan: Plan) -> Program:
     """Adds one to the number of updates, or nothing where the step was void."""
     edit = Edit(program)

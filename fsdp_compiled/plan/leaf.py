@@ -10,6 +10,7 @@ from functools import cached_property
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.nn.parameter import UninitializedParameter
 
 # The methods of a class that computes as `torch.Tensor` does.
 ORDINARY = (
@@ -31,8 +32,13 @@ def check_modules(model: nn.Module) -> None:
             )
 
 
-def check_gradient(where: str, parameter: torch.Tensor) -> None:
-    """Raises ``ValueError`` for a parameter whose gradients should have another dtype than the parameter."""
+def check_parameter(where: str, parameter: torch.Tensor, call: str) -> None:
+    """Raises ``ValueError`` for a parameter that has no shape yet or is complex, or whose gradients should have another
+    dtype than the parameter. ``call``: the function that was called."""
+    if isinstance(parameter, UninitializedParameter):
+        raise ValueError(f"{where} has no shape yet: call the model once on an example batch, then {call}.")
+    if parameter.is_complex():
+        raise ValueError(f"{where} is complex; store it as real numbers (torch.view_as_real), which can be sharded.")
     wanted = getattr(parameter, "grad_dtype", None)
     if wanted not in (None, parameter.dtype):
         raise ValueError(

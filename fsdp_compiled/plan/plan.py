@@ -214,11 +214,6 @@ class Plan:
         return {slot.name: rank for slot, rank in zip(slots, ranks, strict=True)}
 
     @property
-    def hides(self) -> bool:
-        """Whether messages travel beside compute. On one host, over gloo, sending is this processor's own work."""
-        return self.device.type != "cpu" or self.policy.network not in (None, "measure")
-
-    @property
     def _owned(self) -> list[tuple[Slot, list[int]]]:
         """The parameters that are updated whole, each with its number of elements on each rank along the shard axis."""
         found = []

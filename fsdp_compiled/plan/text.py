@@ -14,15 +14,15 @@ were written to a file fold as well.
 from __future__ import annotations
 
 import math
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from fsdp_compiled.plan.owners import update_cost
 
 if TYPE_CHECKING:
     from fsdp_compiled.plan.plan import Buffer, Plan
-import re
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 
 
 def human(nbytes: float) -> str:
@@ -111,28 +111,26 @@ LONGEST = 4096  # lines of one repetition, at most
 TRIED = 128  # places that are tried for the start of the next repetition
 NUMBER = re.compile(r"((?<!\d)(?:0|[1-9]\d{0,17})(?!\d))")
 GAP = re.compile(r"(?<=\S) {2,}(?=\S)")  # the gap before a column
-# A gap is one character of Unicode's private area, which says where the column begins.
-FIRST, LAST = "\ue000", "\uf8ff"
-COLUMN = re.compile(f"[{FIRST}-{LAST}]")
 
 
 @dataclass(frozen=True)
 class Repeat:
-    """``lines``, repeated ``times`` times, with a column character for each gap. ``steps``: by how much each number in
-    each line grows from one repetition to the next."""
+    """``lines``, repeated ``times`` times, with gaps of two spaces. ``columns``: where each gap of each line ends.
+    ``steps``: by how much each number in each line grows from one repetition to the next."""
 
     times: int
     lines: tuple[str, ...]
+    columns: tuple[tuple[int, ...], ...]
     steps: tuple[tuple[int, ...], ...]
 
     def text(self) -> Iterator[str]:
         """The folded lines: a number that changes is printed as its first and last value."""
         rows = [self._row(*pair) for pair in zip(self.lines, self.steps, strict=True)]
         if len(rows) == 1:
-            yield f"{spaced(rows[0])}  ×{self.times}"
+            yield f"{spaced(rows[0], self.columns[0])}  ×{self.times}"
             return
         yield f"{' ' * (len(rows[0]) - len(rows[0].lstrip()))}×{self.times}:"
-        yield from (spaced(f"  {row}") for row in rows)
+        yield from (spaced(f"  {row}", columns) for row, columns in zip(rows, self.columns, strict=True))
 
     def _row(self, line: str, steps: Sequence[int]) -> str:
         pieces = NUMBER.split(line)
@@ -154,13 +152,14 @@ def folded(text: str) -> str:
 
 def repeats(lines: Sequence[str]) -> Iterator[str | Repeat]:
     """The lines in order. Where lines repeat, they become a `Repeat`: the one that covers the most lines."""
-    columned = [_columned(line) for line in lines]
-    forms: dict[tuple[str, ...], int] = {}
+    columns = [tuple([gap.end() for gap in GAP.finditer(line)]) for line in lines]
+    close = [GAP.sub("  ", line) for line in lines]
+    forms: dict[tuple[tuple[str, ...], tuple[int, ...]], int] = {}
     keys: list[int] = []
     numbers: list[tuple[int, ...]] = []
-    for place, line in enumerate(columned):
-        pieces = NUMBER.split(line) if line is not None else ["", str(place)]
-        keys.append(forms.setdefault(tuple(pieces if line is None else pieces[::2]), len(forms)))
+    for place, line in enumerate(close):
+        pieces = NUMBER.split(line)
+        keys.append(forms.setdefault((tuple(pieces[::2]), columns[place]), len(forms)))
         numbers.append(tuple(map(int, pieces[1::2])))
     places: dict[int, list[int]] = {}  # for each form, the lines of it that are still ahead, the last first
     for place in reversed(range(len(keys))):
@@ -181,7 +180,8 @@ def repeats(lines: Sequence[str]) -> Iterator[str | Repeat]:
         else:
             first, second = (numbers[at : at + period] for at in (start, start + period))
             steps = tuple(tuple(b - a for a, b in zip(*pair, strict=True)) for pair in zip(first, second, strict=True))
-            yield Repeat(times, tuple(line for line in columned[start : start + period] if line is not None), steps)
+            end = start + period
+            yield Repeat(times, tuple(close[start:end]), tuple(columns[start:end]), steps)
         start += times * period
 
 
@@ -206,17 +206,9 @@ def _times(keys: Sequence[int], numbers: Sequence[tuple[int, ...]], start: int, 
     return times
 
 
-def _columned(line: str) -> str | None:
-    """The line with a column character for each gap; None if it already contains such characters."""
-    if COLUMN.search(line):
-        return None
-    return GAP.sub(lambda gap: chr(ord(FIRST) + gap.end()) if ord(FIRST) + gap.end() <= ord(LAST) else gap[0], line)
-
-
-def spaced(line: str) -> str:
-    """The line with spaces again: each gap reaches its column, or is two wide if the text is past that column."""
-    found = ""
-    for part in re.split(f"({COLUMN.pattern})", line):
-        is_gap = COLUMN.fullmatch(part)
-        found += " " * max(2, ord(part) - ord(FIRST) - len(found)) if is_gap else part
+def spaced(line: str, columns: Sequence[int]) -> str:
+    """The line with gaps that end at these columns, or are two wide where the text is past that."""
+    found, *parts = GAP.split(line)
+    for part, column in zip(parts, columns, strict=True):
+        found = f"{found}  ".ljust(column) + part
     return found

@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.parameter import UninitializedParameter
 from torch.optim import Optimizer
 
 from fsdp_compiled.capture.sequence_attention import SequenceAttention, check_attention
@@ -20,7 +19,7 @@ from fsdp_compiled.lower.inductor import lowered
 from fsdp_compiled.optim.given_optimizer import check_own_step, check_step_hooks
 from fsdp_compiled.optim.rule import Rule, eager_rule
 from fsdp_compiled.optim.rules import make_rules
-from fsdp_compiled.plan.leaf import Leaf, check_class, check_gradient, check_modules
+from fsdp_compiled.plan.leaf import Leaf, check_class, check_modules, check_parameter
 from fsdp_compiled.plan.units import Choice, find_units
 from fsdp_compiled.policy import Policy
 from fsdp_compiled.runtime.autograd_hooks import check_hooks
@@ -64,15 +63,11 @@ def checked_call(
             raise ValueError(f"{name} is a {type(value).__name__}; expected a function or None.")
     if not parameters:
         raise ValueError(f"{type(model).__name__} has no parameters: there is nothing to shard.")
-    if lazy := next((name for name, one in special if isinstance(one, UninitializedParameter)), None):
-        raise ValueError(f"{lazy} has no shape yet: call the model once on an example batch, then compile_sharded.")
+    for name, one in named:
+        check_parameter(name, one, "compile_sharded")
     devices = sorted(map(str, {parameter.device for parameter in parameters}))
     if len(devices) > 1:
         raise ValueError(f"The model's parameters are on several devices ({', '.join(devices)}); move them to one.")
-    if odd := next((name for name, parameter in named if parameter.is_complex()), None):
-        raise ValueError(f"{odd} is complex; store it as real numbers (torch.view_as_real), which can be sharded.")
-    for name, one in named:
-        check_gradient(name, one)
     for name, one in special:
         check_class(name, one)
     for name, one in model.named_buffers():

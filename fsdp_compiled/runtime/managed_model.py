@@ -260,27 +260,13 @@ def holding(model: nn.Module, instead: Mapping[int, torch.Tensor]) -> Iterator[N
 
 
 def _refuse_assigning(model: nn.Module) -> None:
-    """Makes ``load_state_dict(assign=True)`` an error for all modules with live parameters inside.
-
-    These modules share one hook under one number: registering one for each module takes ten times as long.
-    """
-    number = model._register_load_state_dict_pre_hook(_refuse_assigned).id
-    hook = model._load_state_dict_pre_hooks[number]
-    with_live: dict[nn.Module, bool] = {}
-
-    def walk(module: nn.Module) -> bool:
-        if module not in with_live:
-            with_live[module] = any(map(is_live, module._parameters.values()))
-            inside = [walk(child) for child in module._modules.values() if child is not None]
-            with_live[module] |= any(inside)
-            if with_live[module]:
-                module._load_state_dict_pre_hooks[number] = hook
-        return with_live[module]
-
-    walk(model)
+    """Makes ``load_state_dict(assign=True)`` an error for all modules with live parameters inside."""
+    for module in model.modules():
+        if any(map(is_live, module.parameters())):
+            module.register_load_state_dict_pre_hook(_refuse_assigned)
 
 
-def _refuse_assigned(_state_dict: Any, prefix: str, metadata: Any, *_: Any) -> None:
+def _refuse_assigned(_module: nn.Module, _state_dict: Any, prefix: str, metadata: Any, *_: Any) -> None:
     if metadata.get("assign_to_params_buffers"):
         raise RuntimeError(
             f"{prefix.rstrip('.') or 'This model'} was taken over by compile_sharded: load_state_dict(assign=True) "

@@ -20,9 +20,9 @@ from fsdp_compiled.ir.program import Port, Program
 from fsdp_compiled.report import dump
 from fsdp_compiled.runtime.local_steps import LocalSteps
 from fsdp_compiled.runtime.module_buffers import take
-from fsdp_compiled.runtime.one_thread import one_thread
 from fsdp_compiled.runtime.parameters.gathered_call import hold, release, wholes_of
 from fsdp_compiled.runtime.profiling import Profile, profiling
+from fsdp_compiled.runtime.sharded_calls import one_thread
 from fsdp_compiled.runtime.sharded_checkpoints import ShardedCheckpoints
 from fsdp_compiled.runtime.state import State, wait_for_host_memory
 

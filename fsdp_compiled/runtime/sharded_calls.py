@@ -5,15 +5,16 @@ from __future__ import annotations
 import logging
 import math
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from threading import RLock
-from typing import Any
+from functools import wraps
+from threading import RLock, current_thread
+from typing import Any, TypeVar, cast
 
 import torch
 from torch.optim import Optimizer
 
-from fsdp_compiled.capture.global_modes import outside_modes
+from fsdp_compiled.capture.global_modes import outside_modes, untraced
 from fsdp_compiled.distributed.call_store import Posted
 from fsdp_compiled.distributed.mesh import RankError
 from fsdp_compiled.distributed.uneven_inputs import Joined
@@ -24,8 +25,6 @@ from fsdp_compiled.optim.given_optimizer import check_step_hooks
 from fsdp_compiled.optim.hyperparameters import Hyperparameters
 from fsdp_compiled.optim.rules import make_rules_again
 from fsdp_compiled.runtime.checkpoint.checkpoints import Checkpoints
-from fsdp_compiled.runtime.fsdp.local_updates import idle as idle_hooks
-from fsdp_compiled.runtime.fsdp.local_updates import remove_idle
 from fsdp_compiled.runtime.local_steps import LocalSteps
 from fsdp_compiled.runtime.managed_model import ManagedModel
 from fsdp_compiled.runtime.module_buffers import take
@@ -42,8 +41,33 @@ from fsdp_compiled.runtime.verify import Expected, Verification
 from fsdp_compiled.runtime.whole_update import WholeUpdate
 
 ODD = 0x9E3779B97F4A7C1  # spreads the programs' numbers over 60 bits: different ones stay different
+F = TypeVar("F", bound=Callable[..., Any])
 
 log = logging.getLogger("fsdp_compiled")
+
+
+def one_thread(method: F) -> F:
+    """Raises ``RuntimeError`` if another thread is in such a call of the same object. The call is not traced.
+
+    A step writes weights in place and hands its state on. If another thread saved or made a step meanwhile, it would
+    read half-written values. No other rank could know which of two threads came first. So neither waits: the second one
+    gets an error. The call holds ``self.calling``, an ``RLock``, so the same thread may make calls inside of calls.
+    """
+
+    @wraps(method)
+    def run(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if not self.calling.acquire(blocking=False):
+            raise RuntimeError(
+                f"{type(self).__name__}.{method.__name__} was called by the thread {current_thread().name!r} while "
+                "another thread is in a call of the same one, which would be read or written half-way. Make all calls "
+                "from one thread, in the same order on every rank; save(wait=False) writes in the background."
+            )
+        try:
+            return method(self, *args, **kwargs)
+        finally:
+            self.calling.release()
+
+    return cast(F, untraced(run))
 
 
 class ShardedCalls:
@@ -278,8 +302,6 @@ class ShardedCalls:
 
     def _read_rates(self) -> None:
         """Writes rates that changed to the device; a change of any other hyperparameter traces new rules."""
-        if idle_hooks:
-            remove_idle()
         if self.optimizer is not None:
             check_step_hooks(self.optimizer)
         if not self._hyperparameters.unchanged():

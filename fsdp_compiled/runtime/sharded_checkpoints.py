@@ -14,10 +14,8 @@ from fsdp_compiled.runtime.checkpoint import dcp, hugging_face, whole
 from fsdp_compiled.runtime.checkpoint.checkpoints import Busy, check_wish, path
 from fsdp_compiled.runtime.checkpoint.contents import Trained, check_extra
 from fsdp_compiled.runtime.checkpoint.writing import Saving
-from fsdp_compiled.runtime.full_state_dict import full_state_dict
 from fsdp_compiled.runtime.module_buffers import take
-from fsdp_compiled.runtime.one_thread import one_thread
-from fsdp_compiled.runtime.sharded_calls import ShardedCalls
+from fsdp_compiled.runtime.sharded_calls import ShardedCalls, one_thread
 
 
 class ShardedCheckpoints(ShardedCalls):
@@ -33,7 +31,7 @@ class ShardedCheckpoints(ShardedCalls):
             self._taken.check()
             take(self._programs.module_buffers.replaced(), state.buffers, self._state.buffers)
         with self._meeting("full_state_dict"), outside_modes():
-            work = full_state_dict(self.model, self.plan, self._mesh, state.parameters, state.buffers)
+            work = whole.full_state_dict(self.model, self.plan, self._mesh, state.parameters, state.buffers)
             return lockstep(self._mesh, "What full_state_dict collects", work)
 
     @one_thread

@@ -46,7 +46,7 @@ from fsdp_compiled.plan.text import human
 from fsdp_compiled.plan.units import Choice
 from fsdp_compiled.policy import Policy
 from fsdp_compiled.runtime.checked_call import checked_call
-from fsdp_compiled.runtime.programs.compile import ProgramSpec, capture, fit_to_memory, memory_of, transform
+from fsdp_compiled.runtime.programs.compile import ProgramSpec, capture, fit_to_memory, memory_later, transform
 from fsdp_compiled.runtime.tensor_parallel.parts import check_tensor_parallel
 from fsdp_compiled.runtime.tensor_parallel.plan import apply_cuts, find_cuts
 
@@ -208,10 +208,10 @@ class Traced:
         return Estimate(plan, program, memory, estimate(program, plan), microbatches, estimate(first, plan), first)
 
     def _made(self, spec: ProgramSpec) -> tuple[Program, Memory]:
-        predict = memory_of(self.captured, spec)
+        later = memory_later(self.captured, spec)
         made = transform(replace(self.captured, program=self.again()), spec)
-        program = passes.run(fit_to_memory(made, predict, spec).stages[-1], spec.plan, spec.fusions)
-        return program, predict(program)
+        program = passes.run(fit_to_memory(made, later, spec).stages[-1], spec.plan, spec.fusions)
+        return program, later(program)()
 
 
 @contextmanager

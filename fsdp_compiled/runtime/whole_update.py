@@ -14,8 +14,7 @@ State lives on its owner alone, in whatever form the optimizer's code gives it. 
 state (``"ddp"``, or one rank along the shard axis), each updates everything itself and nothing is sent. Replicas (HSDP)
 do the same work on the same numbers. The last message back begins with a word. With it a rank reports a failed step,
 and ranks compare what the optimizer's code counts in groups and attributes. If this code starts to depend on other
-parameters late in training, all ranks raise an error, and parameters are what they were. If messages overlap compute,
-the update runs in rounds, each a call of the step (`plan.owners`), if that is proved to give the same.
+parameters late in training, all ranks raise an error, and parameters are what they were.
 
 The optimizer is the user's own object, so what its code keeps in groups and attributes, and what a scheduler writes
 there, is where it always is. State of parameters is kept here. A parameter that the loss does not reach has no
@@ -49,7 +48,6 @@ from fsdp_compiled.optim.state_containers import all_leaves, named_leaves
 from fsdp_compiled.optim.ways import is_of_torch, noted_by
 from fsdp_compiled.optim.whole import OnItsOwn
 from fsdp_compiled.plan.leaf import Leaf
-from fsdp_compiled.plan.owners import Update, rounds, update_cost
 from fsdp_compiled.plan.plan import Plan, Slot
 from fsdp_compiled.runtime.checkpoint.values import Tensors, digest, encode
 from fsdp_compiled.runtime.shard_model import write_slot
@@ -89,8 +87,7 @@ class WholeUpdate:
     while a step runs.
 
     ``groups``: those whose parameters it updates; ``brought``: the optimizer's state when it was taken over, by
-    parameter name, and named state by its own; ``apart``: whether its step may be called on some parameters, then on
-    others.
+    parameter name, and named state by its own.
     """
 
     def __init__(
@@ -101,9 +98,8 @@ class WholeUpdate:
         mesh: Mesh,
         shards: Mapping[str, torch.Tensor],
         brought: Mapping[Any, Any],
-        apart: bool = False,
     ) -> None:
-        self.optimizer, self._plan, self._mesh, self._apart = optimizer, plan, mesh, apart
+        self.optimizer, self._plan, self._mesh = optimizer, plan, mesh
         self.groups = [optimizer.param_groups[index] for index in groups]
         names = {name for row in self.names_of_groups for name in row}
         slots = [(buffer, slot) for buffer in plan.buffers if buffer.updated for slot in buffer.slots]
@@ -132,7 +128,10 @@ class WholeUpdate:
         self._shown: dict[str, tuple[torch.Tensor, int]] = {}  # state as it was shown, with its version then
         self._written: dict[str, set[str]] = {"option": set(), "attribute": set()}  # by its code
         self._after = self._noted()
-        self._orders: dict[tuple[str, ...], list[tuple[dict[str, Owned], list[list[nn.Parameter]]]]] = {}
+        self._rows = {  # who owns each parameter, and which of its elements each rank has
+            name: Owned(plan.owners[name], tuple((part.first, part.last) for part in plan.parts(buffer, slot)))
+            for name, (buffer, slot) in (self._slots.items() if plan.owners else ())
+        }
 
     @property
     def name(self) -> str:
@@ -177,7 +176,7 @@ class WholeUpdate:
             self._by_owners(gradients, parameters)
         else:
             before = self._noted()
-            self._on(gradients, parameters, self._groups)
+            self._on(gradients, parameters)
             self._note(before)
         torch.autograd.graph.increment_version(list(self._shards.values()))
         self.show(state)
@@ -196,17 +195,14 @@ class WholeUpdate:
         for name, (buffer, _) in self._slots.items():
             self._views[name] = self._parts[name].of(self._shards[buffer.key].detach())
 
-    def _on(
-        self, gradients: Mapping[str, torch.Tensor], parameters: Mapping[str, torch.Tensor],
-        groups: Sequence[Sequence[nn.Parameter]],
-    ) -> None:  # fmt: skip
-        """Makes the step on these whole parameters, flat, in place. ``groups``: the pieces for its code, by group."""
+    def _on(self, gradients: Mapping[str, torch.Tensor], parameters: Mapping[str, torch.Tensor]) -> None:
+        """Makes the step on these whole parameters, flat, in place."""
         given = [(name, self._pieces[name], values) for name, values in parameters.items()]
         try:
             for name, piece, values in given:
                 in_shape = self._slots[name][1].leaf.in_shape
                 piece.data, piece.grad = in_shape(values), in_shape(gradients[name])
-            self._step(groups)
+            self._step()
             for name, piece, values in given:
                 if piece.data_ptr() != values.data_ptr():  # its code replaced `p.data`
                     write_slot(values, Slot(self._slots[name][1].leaf, 0), piece.detach())
@@ -214,10 +210,10 @@ class WholeUpdate:
             for name, piece, _ in given:
                 piece.data = self._nothing[name]
 
-    def _step(self, groups: Sequence[Sequence[nn.Parameter]]) -> None:
-        """Calls the optimizer's own step on those of these pieces, by group, that have gradients."""
+    def _step(self) -> None:
+        """Calls the optimizer's own step on those pieces that have gradients."""
         try:
-            with self._opened(groups), torch.no_grad(), nullcontext() if is_of_torch(self.optimizer) else OnItsOwn():
+            with self._opened(), torch.no_grad(), nullcontext() if is_of_torch(self.optimizer) else OnItsOwn():
                 step_of(type(self.optimizer))(self.optimizer)
         except Refused as error:
             raise RuntimeError(
@@ -225,16 +221,15 @@ class WholeUpdate:
                 f"number. Nothing in its first steps told. {INSTEAD}"
             ) from error
         finally:
-            for group in groups:
-                for piece in group:
-                    piece.grad = None
+            for piece in self._pieces.values():
+                piece.grad = None
 
     @contextmanager
-    def _opened(self, groups: Sequence[Sequence[nn.Parameter]]) -> Iterator[None]:
-        """Inside, the optimizer holds these pieces, and its state."""
+    def _opened(self) -> Iterator[None]:
+        """Inside, the optimizer holds the pieces, and its state."""
         own = self.optimizer
         before = [group["params"] for group in self.groups], own.param_groups, own.state
-        for group, pieces in zip(self.groups, groups, strict=True):
+        for group, pieces in zip(self.groups, self._groups, strict=True):
             group["params"] = list(pieces)
         own.param_groups = list(self.groups)
         own.state = self._state
@@ -247,40 +242,30 @@ class WholeUpdate:
             own.param_groups, own.state = before[1:]
 
     def _by_owners(self, gradients: Mapping[str, torch.Tensor], parameters: Mapping[str, torch.Tensor]) -> None:
-        order = self._order(tuple(parameters))
-        rounds = [Round(rows, gradients, parameters, self._mesh) for rows, _ in order]
+        """Makes the step on what this rank owns. Raises an error, and writes nothing, if it fails on any rank."""
+        update = Round({name: self._rows[name] for name in parameters}, gradients, parameters, self._mesh)
         # Parameters that a rank has whole are updated in place, and restored if a rank fails. What others update is
         # written once all ranks have said that their part went well.
-        written = [value for one in rounds for value in one.in_place]
-        kept = [value.clone() for value in written]
+        kept = [value.clone() for value in update.in_place]
         try:
-            self._in_rounds(rounds, [groups for _, groups in order])
+            self._on_owned(update)
         except BaseException:  # an interrupt too
-            for value, old in zip(written, kept, strict=True):
+            for value, old in zip(update.in_place, kept, strict=True):
                 value.copy_(old)
             raise
-        for one in rounds:
-            one.write()
+        update.write()
 
-    def _in_rounds(self, row: Sequence[Round], groups: Sequence[list[list[nn.Parameter]]]) -> None:
-        """Makes the step on what this rank owns. Raises an error if it fails on any rank."""
+    def _on_owned(self, update: Round) -> None:
         failure: BaseException | None = None
         before = self._noted()
-        noted = []
-        for index, (one, pieces) in enumerate(zip(row, groups, strict=True)):
-            last = index == len(row) - 1
-            given = one.receive()
-            try:
-                if failure is None and (last or any(pieces)):
-                    self._on(*given, pieces)
-                    noted += [self._noted()] if len(row) > 1 else []
-                if failure is None and last:
-                    self._note(before)
-                    self._check_calls(noted)
-            except BaseException as error:  # an interrupt too would leave the others waiting
-                failure = error
-            one.send_back(None if not last else FAILED if failure is not None else self._counted_so_far())
-        words = [one.wait() for one in row][-1]
+        given = update.receive()
+        try:
+            self._on(*given)
+            self._note(before)
+        except BaseException as error:  # an interrupt too would leave the others waiting
+            failure = error
+        update.send_back(FAILED if failure is not None else self._counted_so_far())
+        words = update.wait()
         if failure is not None:
             raise failure
         if FAILED in words:
@@ -296,43 +281,9 @@ class WholeUpdate:
                 f"{INSTEAD[0].lower()}{INSTEAD[1:]} No rank wrote its own. {HALF}"
             )
 
-    def _check_calls(self, noted: Sequence[Mapping[tuple[str, str, int], Any]]) -> None:
-        """``noted``: groups and attributes after each call of a step. Raises if its code counts calls there."""
-        for one in noted[1:]:
-            if odd := sorted(key[1] for key in noted[0].keys() | one.keys() if noted[0].get(key) != one.get(key)):
-                raise RuntimeError(
-                    f"{self.name} runs in several calls of its step, so that messages travel "
-                    f"meanwhile, and now writes another {odd[0]!r} in each: it would count calls for steps. Nothing in "
-                    "its first steps told. Let it count from its first step, or leave out Policy.network."
-                )
-
-    def _order(self, names: tuple[str, ...]) -> list[tuple[dict[str, Owned], list[list[nn.Parameter]]]]:
-        """The rounds of an update of these: each round's parameters, and the pieces given to the code, by group.
-
-        The last round is given the pieces that are in no other, including those without gradients.
-        """
-        if names not in self._orders:
-            rows = {name: self._row(name) for name in names}
-            updates = [
-                Update(row.owner, update_cost(leaf.shape), row.sent * leaf.dtype.itemsize)
-                for row, leaf in ((row, self._slots[name][1].leaf) for name, row in rows.items())
-            ]
-            found = rounds(updates, self._plan.machine, self._plan.shard, self._apart and self._plan.hides)
-            early = [{self._pieces.get(names[place]) for place in places} for places in found[:-1]]
-            given = [[[piece for piece in group if piece in some] for group in self._groups] for some in early]
-            rest = [[piece for piece in group if not any(piece in some for some in early)] for group in self._groups]
-            rounds_rows = [{names[place]: rows[names[place]] for place in places} for places in found]
-            self._orders[names] = list(zip(rounds_rows, [*given, rest], strict=True))
-        return self._orders[names]
-
     def _counted_so_far(self) -> int:
         """A checksum of what its groups and attributes say, which is the same on all owners."""
         return zlib.crc32(repr(sorted(self._after.items())).encode()) + 1
-
-    def _row(self, name: str) -> Owned:
-        """Who owns a parameter, and which of its elements each rank has."""
-        parts = self._plan.parts(*self._slots[name])
-        return Owned(self._plan.owners[name], tuple((part.first, part.last) for part in parts))
 
     def _note(self, before: Mapping[tuple[str, str, int], Any]) -> None:
         """Records what its code has written in groups and attributes since ``before`` was noted."""

@@ -20,6 +20,7 @@ from torch import nn
 from fsdp_compiled import Policy
 from tests.chosen import chosen
 from tests.simulate import Batch, Loss, simulate
+from tests.toys import mse
 
 STEPS, RANKS = 5, 2
 
@@ -231,10 +232,6 @@ def classify(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor
     return F.cross_entropy(model(x), y)
 
 
-def regress(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-    return F.mse_loss(model(x), y)
-
-
 def denoise(
     model: nn.Module, x: torch.Tensor, noise: torch.Tensor, t: torch.Tensor, label: torch.Tensor
 ) -> torch.Tensor:
@@ -256,7 +253,7 @@ class Case:
 
 CASES = {
     "ResNet": Case(ResNet, images, classify, 4),
-    "U-Net": Case(UNet, pictures, regress, 7),
+    "U-Net": Case(UNet, pictures, mse, 7),
     "diffusion transformer": Case(DiT, noised, denoise, 3),
     "graph network": Case(GraphNetwork, molecules, energy, 3),
     "LoRA": Case(Adapted, rows, classify, 4),

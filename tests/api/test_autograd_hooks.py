@@ -12,6 +12,7 @@ from torch.nn.modules import module as every_module
 from torch.nn.utils import parametrize
 
 from fsdp_compiled import Policy, compile_sharded
+from tests.toys import squares
 
 EAGER = Policy(lower="eager")
 X = torch.arange(12.0).reshape(3, 4) / 7
@@ -23,21 +24,17 @@ def build() -> nn.Sequential:
     return nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 1))
 
 
-def loss(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
-    return model(x).square().mean()
-
-
 def trained_eagerly(model: nn.Module) -> dict[str, torch.Tensor]:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for _ in range(3):
         optimizer.zero_grad()
-        loss(model, X).backward()
+        squares(model, X).backward()
         optimizer.step()
     return model.state_dict()
 
 
 def trained(model: nn.Module) -> dict[str, torch.Tensor]:
-    sharded = compile_sharded(model, torch.optim.SGD(model.parameters(), lr=0.1), loss=loss, policy=EAGER)
+    sharded = compile_sharded(model, torch.optim.SGD(model.parameters(), lr=0.1), loss=squares, policy=EAGER)
     for _ in range(3):
         sharded.step(X)
     return sharded.full_state_dict()
@@ -114,7 +111,7 @@ def refusal(register: Callable[[nn.Sequential], Any]) -> str:
     parameters = dict(model.named_parameters())
     try:
         with pytest.raises(ValueError) as caught:
-            compile_sharded(model, optimizer, loss=loss, policy=EAGER)
+            compile_sharded(model, optimizer, loss=squares, policy=EAGER)
         assert all(one is parameters[name] for name, one in model.named_parameters())
         assert optimizer.param_groups[0]["params"] == list(parameters.values())
     finally:

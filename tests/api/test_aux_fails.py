@@ -11,15 +11,11 @@ from typing import Any
 
 import pytest
 
-from tests.launch import launch
+from tests.launch import results_of
 
 WORKER = Path(__file__).parents[1] / "workers" / "aux_fails.py"
 CALLS = ("step", "apply", "accumulate", "value_and_grad", "__call__")
-
-
-@pytest.fixture(scope="module")
-def results() -> dict[str, Any]:
-    return launch(WORKER, 2, *CALLS)
+results = results_of(WORKER, 2, *CALLS)
 
 
 @pytest.mark.parametrize("name", CALLS)

@@ -11,6 +11,7 @@ import torch
 from torch import nn, optim
 
 from fsdp_compiled import Policy, compile_sharded
+from tests.toys import squares
 
 EAGER = Policy(lower="eager", shard="zero1")
 
@@ -78,21 +79,17 @@ CHANGES: dict[str, Callable[[Any], object]] = {
 }
 
 
-def _loss(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
-    return model(x).square().mean()  # type: ignore[no-any-return]
-
-
 def _pair(kind: Any) -> tuple[Any, Any, nn.Module, Any]:
     torch.manual_seed(0)
     eager, model = nn.Linear(6, 3), nn.Linear(6, 3)
     model.load_state_dict(eager.state_dict())
     theirs, mine = kind(eager.parameters()), kind(model.parameters())
-    return eager, theirs, mine, compile_sharded(model, mine, loss=_loss, policy=EAGER)
+    return eager, theirs, mine, compile_sharded(model, mine, loss=squares, policy=EAGER)
 
 
 def _eager_step(model: nn.Module, optimizer: Any, batch: torch.Tensor) -> None:
     optimizer.zero_grad()
-    _loss(model, batch).backward()
+    squares(model, batch).backward()
     optimizer.step()
 
 
@@ -128,7 +125,7 @@ def test_changes_of_the_optimizer_are_followed_at_the_next_step(base: Any) -> No
 def test_an_attribute_by_which_parameters_are_mixed_is_refused() -> None:
     model = nn.Linear(6, 3)
     optimizer = WholeFlagged(model.parameters())
-    sharded = compile_sharded(model, optimizer, loss=_loss, policy=EAGER)
+    sharded = compile_sharded(model, optimizer, loss=squares, policy=EAGER)
     sharded.step(torch.ones(4, 6))
     optimizer.total = True
     for _ in range(2):  # at every call, until it is put back
@@ -215,10 +212,10 @@ def test_a_step_of_the_instance_is_refused() -> None:
     optimizer = optim.SGD(model.parameters(), lr=0.1)
     optimizer.step = lambda closure=None: None  # type: ignore[method-assign, assignment]
     with pytest.raises(ValueError, match=r"optimizer.step of this SGD is .*lambda.*not its class's"):
-        compile_sharded(model, optimizer, loss=_loss, policy=EAGER)
+        compile_sharded(model, optimizer, loss=squares, policy=EAGER)
     del optimizer.step
     optim.lr_scheduler.StepLR(optimizer, 2)  # puts a function there that counts calls
-    sharded = compile_sharded(model, optimizer, loss=_loss, policy=EAGER)
+    sharded = compile_sharded(model, optimizer, loss=squares, policy=EAGER)
     sharded.step(torch.ones(4, 6))
     optimizer.step = lambda closure=None: None  # type: ignore[method-assign, assignment]
     with pytest.raises(ValueError, match=r"optimizer.step was replaced after compile_sharded"):
@@ -234,7 +231,7 @@ def test_code_that_begins_to_ask_for_shapes_is_refused() -> None:
 
     model = nn.Linear(6, 3)
     optimizer = Decays(model.parameters())
-    sharded = compile_sharded(model, optimizer, loss=_loss, policy=EAGER)
+    sharded = compile_sharded(model, optimizer, loss=squares, policy=EAGER)
     sharded.step(torch.ones(4, 6))
     optimizer.flag = False
     with pytest.raises(RuntimeError, match=r"Decays runs as it is, on .* shards, and now its step asks for dim"):
@@ -244,7 +241,7 @@ def test_code_that_begins_to_ask_for_shapes_is_refused() -> None:
 def test_a_class_of_torch_optim_whose_step_is_replaced_is_refused() -> None:
     kind = type("AdamW", (optim.AdamW,), {"__module__": "torch.optim.adamw"})
     model = nn.Linear(6, 3)
-    sharded = compile_sharded(model, kind(model.parameters()), loss=_loss, policy=EAGER)
+    sharded = compile_sharded(model, kind(model.parameters()), loss=squares, policy=EAGER)
     sharded.step(torch.ones(4, 6))
     kind.step = lambda self, closure=None: None
     for _ in range(2):

@@ -8,14 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from tests.launch import answers, launch
+from tests.launch import answers, launch, results_of
 
 WORKER = Path(__file__).parents[1] / "workers" / "expert_parallel.py"
-
-
-@pytest.fixture(scope="module")
-def results() -> dict[str, Any]:
-    return launch(WORKER, 4)
+results = results_of(WORKER, 4)
 
 
 @pytest.fixture(scope="module")

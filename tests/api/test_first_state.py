@@ -13,6 +13,7 @@ from torch import nn, optim
 from fsdp_compiled import Policy, compile_sharded
 from fsdp_compiled.optim import ways
 from tests.own_optimizer import Own
+from tests.toys import squares
 
 
 class Half(Own):
@@ -79,13 +80,9 @@ KINDS: dict[str, Any] = {
 }  # fmt: skip
 
 
-def _loss(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
-    return model(x).square().mean()  # type: ignore[no-any-return]
-
-
 def _step(model: nn.Module, optimizer: Any, x: torch.Tensor) -> None:
     optimizer.zero_grad()
-    _loss(model, x).backward()
+    squares(model, x).backward()
     optimizer.step()
 
 
@@ -102,7 +99,7 @@ def _pair(kind: Any, before: int = 0) -> tuple[nn.Module, Any, Any, Any]:
         x = torch.randn(3, 4)
         _step(plain, theirs, x)
         _step(model, mine, x)
-    sharded = compile_sharded(model, mine, loss=_loss, policy=Policy(lower="eager"))
+    sharded = compile_sharded(model, mine, loss=squares, policy=Policy(lower="eager"))
     for one in (theirs, mine):
         one.param_groups[0]["lr"] = 0.003
     return plain, theirs, mine, sharded
@@ -134,7 +131,7 @@ def test_a_parameter_without_state_beside_one_that_has_some_begins_as_the_optimi
         one.weight.grad = torch.ones(2, 4)
         optimizer.step()
         one.weight.grad = None
-    sharded = compile_sharded(model, mine, loss=_loss, policy=Policy(lower="eager"))
+    sharded = compile_sharded(model, mine, loss=squares, policy=Policy(lower="eager"))
     assert _differs(plain, theirs, sharded) <= 2e-7
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.launch import launch
+from tests.launch import results_of
 
 WORKER = Path(__file__).parents[1] / "workers" / "half_taken.py"
 SOON = 20.0  # seconds on a busy machine; the process group's own patience is 30 minutes
@@ -25,11 +25,7 @@ COLLECTED = {
     "collected_copy": (0, "OutOfMemoryError", MEMORY),
     "collected_first": (1, "OutOfMemoryError", MEMORY),
 }
-
-
-@pytest.fixture(scope="module")
-def results() -> dict[str, Any]:
-    return launch(WORKER, 2, "control", *TAKEN, "brought", *COLLECTED)
+results = results_of(WORKER, 2, "control", *TAKEN, "brought", *COLLECTED)
 
 
 @pytest.mark.parametrize("case", TAKEN)

@@ -10,6 +10,7 @@ from torch import nn, optim
 
 from fsdp_compiled import Policy, compile_sharded
 from fsdp_compiled.optim.state_containers import named_leaves
+from tests.toys import squares
 
 EAGER = Policy(lower="eager", shard="zero1")
 BETAS = (0.0, 0.9, 0.99)
@@ -54,14 +55,10 @@ def _model() -> nn.Module:
     return nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 3))
 
 
-def _loss(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
-    return model(x).square().mean()  # type: ignore[no-any-return]
-
-
 def _eagerly(model: nn.Module, optimizer: optim.Optimizer, batches: list[torch.Tensor]) -> None:
     for batch in batches:
         optimizer.zero_grad()
-        _loss(model, batch).backward()
+        squares(model, batch).backward()
         optimizer.step()
 
 
@@ -72,7 +69,7 @@ def test_state_in_containers_is_sharded_and_brought_along(before: int) -> None:
     eager, model = _model(), _model()
     theirs, mine = Nested(eager.parameters()), Nested(model.parameters())
     _eagerly(model, mine, batches[:before])
-    sharded = compile_sharded(model, mine, loss=_loss, policy=EAGER)
+    sharded = compile_sharded(model, mine, loss=squares, policy=EAGER)
     for batch in batches[before:]:
         sharded.step(batch)
     _eagerly(eager, theirs, batches)
@@ -112,7 +109,7 @@ def test_a_group_of_single_numbers_brings_its_state_along(kind: type[optim.Optim
 def test_a_container_that_grows_is_refused() -> None:
     model = _model()
     with pytest.raises(ValueError, match="Grows is not supported"):
-        compile_sharded(model, Grows(model.parameters()), loss=_loss, policy=EAGER)
+        compile_sharded(model, Grows(model.parameters()), loss=squares, policy=EAGER)
 
 
 def test_what_is_inside_has_names_of_its_own() -> None:

@@ -12,10 +12,7 @@ from torch import nn
 
 from fsdp_compiled import Policy, Sharded, compile_sharded
 from tests.modes import EAGER, pair
-
-
-def squares(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
-    return model(x).square().mean()
+from tests.toys import squares
 
 
 def follow(policy: Policy, batches: list[torch.Tensor], loss: Callable[..., torch.Tensor] = squares) -> Sharded:

@@ -48,9 +48,13 @@ def llama(layers: int = 3, width: int = 256, vocabulary: int = 512) -> Any:
 
 @cache
 def found(memory: float | None = None) -> Plans:
+    """With less memory, of the ways that need the least of it."""
     made: Plans = fsdp_compiled.plan(  # type: ignore[operator]
         llama(), "16xH100", node=4, nic="100Gb/s", seq=256, batch=32, memory=memory, tokens=1e9, dollars=2.0,
-        ways=lambda way: way.tp == way.rows == 1 and not way.policy.offload and way.policy.accumulate == "shards",
+        ways=lambda way: (
+            way.tp == way.rows == 1 and not way.policy.offload and way.policy.accumulate == "shards"
+            and (memory is None or (way.policy.shard == "zero3" and way.replicate == 1))
+        ),
         picture=memory is None,
     )  # fmt: skip
     return made

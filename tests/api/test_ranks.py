@@ -5,17 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from tests.chosen import examples
-from tests.launch import launch
+from tests.launch import launch, results_of
 
 WORKERS = Path(__file__).parents[1] / "workers"
-
-
-@pytest.fixture(scope="module")
-def results() -> dict[str, Any]:
-    return launch(WORKERS / "what_ranks_share.py", 2, "seeds", "dropout", "counts", "sizes", "graphs", "idle")
+results = results_of(WORKERS / "what_ranks_share.py", 2, "seeds", "dropout", "counts", "sizes", "graphs", "idle")
 
 
 def test_rank_0s_weights_win(results: dict[str, Any]) -> None:

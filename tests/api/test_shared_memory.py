@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from fsdp_compiled import CaptureError, Policy, compile_sharded
+from tests.toys import squares
 
 EAGER = Policy(lower="eager")
 
@@ -96,13 +97,10 @@ class Overlapping(nn.Module):
 
 
 def test_buffers_in_one_memory_are_read_and_not_written() -> None:
-    def loss(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
-        return model(x).square().mean()
-
     torch.manual_seed(0)
     model, x = Overlapping(writes=False), torch.randn(4, 3)
     plain = copy.deepcopy(model)
-    sharded = compile_sharded(model, loss=loss, policy=EAGER)
-    torch.testing.assert_close(sharded.value_and_grad(x)[0], loss(plain, x).detach())
+    sharded = compile_sharded(model, loss=squares, policy=EAGER)
+    torch.testing.assert_close(sharded.value_and_grad(x)[0], squares(plain, x).detach())
     with pytest.raises(CaptureError, match="Forward writes to all, which shares memory with part"):
-        compile_sharded(Overlapping(writes=True), loss=loss, policy=EAGER).value_and_grad(x)
+        compile_sharded(Overlapping(writes=True), loss=squares, policy=EAGER).value_and_grad(x)

@@ -8,15 +8,11 @@ from typing import Any
 import pytest
 
 from tests.chosen import needs_torch
-from tests.launch import launch
+from tests.launch import results_of
 
 WORKER = Path(__file__).parents[1] / "workers" / "taken_over.py"
 REFUSED = {"hook": "2.weight has a hook (register_hook)", "state": "The optimizer's state 'step' differs"}
-
-
-@pytest.fixture(scope="module")
-def results() -> dict[str, Any]:
-    return launch(WORKER, 2)
+results = results_of(WORKER, 2)
 
 
 @pytest.mark.parametrize("case", REFUSED)

@@ -18,7 +18,7 @@ from torch import nn
 from fsdp_compiled import compile_sharded, fully_shard
 from fsdp_compiled.distributed.mesh import Mesh
 from fsdp_compiled.runtime.fsdp.extended_parameter import check_extended
-from tests.toys import EAGER, sgd
+from tests.toys import EAGER, sgd, squares
 from tests.workers.fully_shard_classes import Weight, torchao_losses, torchao_model
 
 
@@ -72,10 +72,6 @@ def model_of(kind: type) -> nn.Linear:
     return model
 
 
-def square(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
-    return model(x).square().mean()
-
-
 @pytest.fixture(autouse=True)
 def no_group() -> Iterator[None]:
     yield
@@ -86,7 +82,7 @@ def no_group() -> Iterator[None]:
 @pytest.mark.parametrize("kind", [Function, Inherited, Dispatch, Extension])
 def test_a_class_with_mathematics_of_its_own_is_refused(kind: type) -> None:
     x = torch.ones(2, 4)
-    for shard in (fully_shard, lambda model: compile_sharded(model, sgd(model), loss=square, policy=EAGER)):
+    for shard in (fully_shard, lambda model: compile_sharded(model, sgd(model), loss=squares, policy=EAGER)):
         model = model_of(kind)
         weight, before = model.weight, model(x).detach().clone()
         with pytest.raises(ValueError, match=f"weight is a {kind.__name__}, which has a .* of its own"):
@@ -115,7 +111,7 @@ def test_compile_sharded_names_the_face_that_takes_a_class_with_fsdp2s_functions
     with pytest.raises(
         ValueError, match=r"weight is a Weight, which has a fsdp_pre_all_gather of its own.*fully_shard"
     ):
-        compile_sharded(model, sgd(model), loss=square, policy=EAGER)
+        compile_sharded(model, sgd(model), loss=squares, policy=EAGER)
 
 
 def test_rows_that_ranks_do_not_divide_and_other_signatures_are_refused() -> None:
@@ -151,7 +147,7 @@ def test_torchaos_weights_train_as_in_eager_pytorch(kind: str, ignored: bool) ->
 
 def losses(model: nn.Module, changed: Callable[[nn.Module], None] = lambda model: None) -> None:
     for _ in range(2):
-        square(model, torch.ones(2, 4)).backward()
+        squares(model, torch.ones(2, 4)).backward()
         changed(model)
 
 
@@ -178,7 +174,7 @@ def test_a_buffer_of_such_a_class_is_refused(kind: type) -> None:
     model = nn.Linear(4, 4)
     model.register_buffer("scale", torch.ones(4).as_subclass(kind))
     with pytest.raises(ValueError, match=f"The buffer scale is a {kind.__name__}"):
-        compile_sharded(model, sgd(model), loss=square, policy=EAGER)
+        compile_sharded(model, sgd(model), loss=squares, policy=EAGER)
     fully_shard(model)
     with pytest.raises(ValueError, match=f"The buffer scale is a {kind.__name__}"):
         model(torch.ones(2, 4))
@@ -208,10 +204,10 @@ def test_a_closed_over_tensor_is_what_dynamo_makes_of_it_or_refused() -> None:
 def test_a_class_that_adds_none_trains_as_in_eager_pytorch(kind: type) -> None:
     x, eager, model = torch.ones(2, 4), model_of(kind), model_of(kind)
     optimizer = sgd(eager)
-    sharded = compile_sharded(model, sgd(model), loss=square, policy=EAGER)
+    sharded = compile_sharded(model, sgd(model), loss=squares, policy=EAGER)
     for _ in range(3):
         optimizer.zero_grad()
-        loss = square(eager, x)
+        loss = squares(eager, x)
         loss.backward()
         optimizer.step()
         assert torch.equal(sharded.step(x), loss.detach())
@@ -221,7 +217,7 @@ def of_both(model: nn.Module, text: str) -> None:
     with pytest.raises(ValueError, match=text):
         fully_shard(model)
     with pytest.raises(ValueError, match=text):
-        compile_sharded(model, sgd(model), loss=square, policy=EAGER)
+        compile_sharded(model, sgd(model), loss=squares, policy=EAGER)
 
 
 def test_another_dtype_for_gradients_is_refused() -> None:

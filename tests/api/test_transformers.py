@@ -19,6 +19,7 @@ from tests import huggingface
 from tests.chosen import chosen
 from tests.huggingface import MODELS, Batch
 from tests.simulate import simulate
+from tests.toys import sgd
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore"),  # of transformers and of the models' own code
@@ -27,12 +28,8 @@ pytestmark = [
 STEPS = 3
 
 
-def _sgd(model: nn.Module, lr: float = 0.05) -> torch.optim.Optimizer:
-    return torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9)
-
-
 def _eager(model: nn.Module, batches: list[list[Batch]], lr: float = 0.05) -> dict[str, torch.Tensor]:
-    optimizer = _sgd(model, lr)
+    optimizer = sgd(model, lr)
     for batch in batches:
         optimizer.zero_grad()
         for inputs, labels in batch:
@@ -66,7 +63,7 @@ def test_it_trains_on_two_ranks_as_unsharded(name: str) -> None:
     plain, wrong = copy.deepcopy(model), copy.deepcopy(model)
     torch.manual_seed(1)
     batches = [[batch(), batch()] for _ in range(STEPS)]
-    simulation = simulate(model, _sgd(model), huggingface.loss, batches, Policy(lower="eager"))
+    simulation = simulate(model, sgd(model), huggingface.loss, batches, Policy(lower="eager"))
     expected = _eager(plain, batches)
     assert _furthest(simulation.parameters, expected) < 1e-5
     assert _furthest(_eager(wrong, batches, lr=0.0501), expected) > 1e-5  # control
@@ -87,14 +84,14 @@ def test_losses_of_routers_are_trained(control: bool, monkeypatch: pytest.Monkey
     def loss_of(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
         return model(input_ids=tokens, labels=tokens, use_cache=False).loss  # type: ignore[no-any-return]
 
-    sharded = compile_sharded(model, _sgd(model), loss=loss_of, policy=Policy(lower="eager"))
+    sharded = compile_sharded(model, sgd(model), loss=loss_of, policy=Policy(lower="eager"))
     if control:
         with pytest.raises(CaptureError, match="capturing_hooks"):
             sharded.step(tokens)
         return
     sharded.step(tokens)
     for one in (plain, loop):
-        optimizer = _sgd(one)
+        optimizer = sgd(one)
         loss_of(one, tokens).backward()
         optimizer.step()
     named = [{name: full_tensor(one) for name, one in each.named_parameters()} for each in (plain, loop, model)]

@@ -8,15 +8,11 @@ from typing import Any
 import pytest
 
 from fsdp_compiled import Policy, compile_sharded
-from tests.launch import launch
+from tests.launch import launch, results_of
 from tests.toys import EAGER, batches, build, mse, sgd
 
 WORKER = Path(__file__).parents[1] / "workers" / "uneven_inputs.py"
-
-
-@pytest.fixture(scope="module")
-def results() -> dict[str, Any]:
-    return launch(WORKER, 2, "joined", "joined_on_shards", "joined_late", "joined_differently", "joined_refusing")
+results = results_of(WORKER, 2, "joined", "joined_on_shards", "joined_late", "joined_differently", "joined_refusing")
 
 
 @pytest.mark.parametrize("case", ["joined", "joined_on_shards"])

@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 
-from bench import run_all, tables
+from bench import RESULTS, run_all, tables
 from bench.presets import PRESETS
 from bench.rivals import RIVALS
+from bench.start_up import paid
 
 ROOT = Path(__file__).parents[2]
 
@@ -137,3 +138,8 @@ def test_goals_of_checkpoints_are_met_or_missed_by_both_clocks() -> None:
     assert "| 1.1 | 2.00 | **missed** | 1.00 | met |" in text
     assert "| 1 | 0.75 | met | 0.75 | met |" in text and "| 1 | 0.50 | met | 1.25 | **missed** |" in text
     assert "Not measured yet" in tables.fill("<!-- bench: checkpoint -->\n<!-- end -->\n", {})
+
+
+def test_when_compiling_has_paid_follows_from_what_was_measured() -> None:
+    measured = json.loads((RESULTS / "start-up.json").read_text())
+    assert paid(measured["seconds"]["now"]) == measured["tokens until compiling has paid"]

@@ -393,19 +393,6 @@ def test_a_contest_leaves_everything_in_the_folder_it_names_last(tmp_path: Path)
     assert (out / "table.md").read_text().startswith("| rival | CPU ms | × fsdp2 |")
 
 
-@pytest.mark.exhaustive  # what starts ranks is in test_cli_launch, and with `check` in test_cli_check
-def test_it_starts_its_ranks_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("RANK", "WORLD_SIZE"):
-        monkeypatch.delenv(name, raising=False)
-    command = "bench --nproc 2 --layers 2 --width 16 --heads 2 --context 8 --batch 2 --rounds 2 --steps 1".split()
-    command += ["--rivals", "eager", "fsdp2", "--out", str(tmp_path / "run")]
-    process = subprocess.run(
-        [sys.executable, "-m", "fsdp_compiled", *command], cwd=ROOT, capture_output=True, text=True, timeout=300
-    )
-    assert process.returncode == 0, process.stderr
-    assert {path.name for path in (tmp_path / "run").iterdir()} == {"logs", "plot.png", "result.json", "table.md"}
-
-
 def test_an_installed_package_says_where_the_benchmarks_are(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

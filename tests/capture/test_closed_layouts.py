@@ -11,12 +11,14 @@ import pytest
 import torch
 from torch import nn
 
-from fsdp_compiled import Policy, compile_sharded
+from fsdp_compiled import compile_sharded
 from fsdp_compiled.capture import closure_values
 from fsdp_compiled.capture.closure_values import Closed
+from tests.changes import beside
+from tests.toys import EAGER, squares
 
 Held = list[Any]
-# What is held, how it is read, and what is done to it; before and after the second of three steps.
+# What is held, how it is read, and what is done to it.
 CHANGES: dict[str, tuple[Callable[[], Any], Callable[[Any], Any], Callable[[Held], Any]]] = {
     "shape": (lambda: torch.zeros(2), lambda t: t.shape[0], lambda held: held.__setitem__(0, torch.zeros(3))),
     "dims": (lambda: torch.zeros(2), lambda t: t.dim(), lambda held: held.__setitem__(0, torch.zeros(2, 2))),
@@ -43,37 +45,25 @@ class Block(nn.Module):
         return self.linear(x) * self.read(self.held[0])  # type: ignore[no-any-return]
 
 
-def loss(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
-    return model(x).square().mean()
-
-
 def losses(kind: str, blocks: int, changed: int) -> tuple[list[float], list[float]]:
-    """By eager PyTorch and here."""
+    """By eager PyTorch and here; the third of four steps is the first after the change."""
     make, read, change = CHANGES[kind]
     torch.manual_seed(0)
     held = [[make()] for _ in range(blocks)]
     model, eager = (nn.Sequential(*(Block(one, read) for one in held)) for _ in range(2))
-    eager.load_state_dict(model.state_dict())
-    sharded = compile_sharded(model, torch.optim.SGD(model.parameters(), 0.0), loss=loss, policy=Policy(lower="eager"))
-    x, found = torch.randn(3, 3), ([], [])
-    for step in range(3):
-        if step == 1:
-            change(held[changed])
-        found[0].append(loss(eager, x).item())
-        found[1].append(float(sharded.step(x)))
-    return found
+    return beside(model, eager, lambda: change(held[changed]))[:2]
 
 
 @pytest.mark.parametrize("kind", CHANGES)
 def test_it_is_seen(kind: str) -> None:
     eager, ours = losses(kind, 1, 0)
-    assert eager[1] != eager[0] and ours == eager
+    assert eager[2] != eager[1] and ours == eager
 
 
 @pytest.mark.parametrize("kind", ["shape", "data"])
 def test_in_a_block_like_others_it_is_seen(kind: str) -> None:
     eager, ours = losses(kind, 7, 5)
-    assert eager[1] != eager[0] and ours == eager
+    assert eager[2] != eager[1] and ours == eager
 
 
 @pytest.mark.parametrize("kind", ["shape", "data"])
@@ -82,14 +72,14 @@ def test_control_without_the_question_it_is_not_seen(kind: str, monkeypatch: pyt
     monkeypatch.setattr(Closed, "__init__", lambda self, *given: begin(self, *given[:2], (), given[3]))
     monkeypatch.setattr(closure_values, "_place", id)
     eager, ours = losses(kind, 1, 0)
-    assert ours[0] == eager[0] and ours[1] == ours[0] != eager[1]
+    assert ours[1] == eager[1] and ours[2] == ours[1] != eager[2]
 
 
 def test_inside_of_a_module_under_torch_compile_it_is_read_where_the_trace_found_it() -> None:
     """Else each step is captured again."""
     make, read, _ = CHANGES["data"]
     model = nn.Sequential(nn.Linear(3, 3), torch.compile(nn.Sequential(Block(held := [make()], read)), backend="eager"))
-    sharded = compile_sharded(model, torch.optim.SGD(model.parameters(), 0.0), loss=loss, policy=Policy(lower="eager"))
+    sharded = compile_sharded(model, torch.optim.SGD(model.parameters(), 0.0), loss=squares, policy=EAGER)
     before = sharded.step(torch.ones(2, 3)).item()
     held[0] = held[0] * 3
     assert sharded.step(torch.ones(2, 3)).item() == pytest.approx(before * 9) and sharded.captures == 1

@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch import nn
 
-from fsdp_compiled import Policy, compile_sharded
 from fsdp_compiled.capture import guards, object_identity
 from fsdp_compiled.capture.object_identity import EqualValues, has_equals
+from tests.changes import beside
 
 LISTS = torch.__version__ >= "2.13"  # Dynamo asked the keys of ``list(table)`` itself before
 
@@ -56,26 +56,18 @@ class Block(nn.Module):
         return self.drop(self.linear(x)) * sign + (1.0 if half else number)
 
 
-def loss(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
-    return model(x).square().mean()
-
-
 def losses(kind: str, blocks: int, changed: int) -> tuple[list[float], list[float], int]:
-    """By eager PyTorch and here; before the third of four steps a block holds the other value, and the first again
+    """By eager PyTorch and here; before the third of five steps a block holds the other value, and the first again
     before the fourth."""
     first, other, read = READ[kind]
     torch.manual_seed(0)
-    model, eager = (nn.Sequential(*(Block(first, read) for _ in range(blocks))) for _ in range(2))
-    eager.load_state_dict(model.state_dict())
-    sharded = compile_sharded(model, torch.optim.SGD(model.parameters(), 0.0), loss=loss, policy=Policy(lower="eager"))
-    found: tuple[list[float], list[float]] = [], []
-    x = torch.randn(2, 3)
-    for step in range(4):
-        for one in (model, eager):
-            one[changed].held = other if step == 2 else first
-        found[0].append(loss(eager, x).item())
-        found[1].append(float(sharded.step(x)))
-    return *found, sharded.captures
+    models = [nn.Sequential(*(Block(first, read) for _ in range(blocks))) for _ in range(2)]
+
+    def holds(value: Any) -> None:
+        for one in models:
+            one[changed].held = value  # type: ignore[assignment]
+
+    return beside(*models, lambda: holds(other), lambda: holds(first))
 
 
 @pytest.mark.parametrize("kind", READ)

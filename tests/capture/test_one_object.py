@@ -10,10 +10,12 @@ import pytest
 import torch
 from torch import nn
 
-from fsdp_compiled import Policy, compile_sharded
+from fsdp_compiled import compile_sharded
 from fsdp_compiled.capture import object_identity
 from fsdp_compiled.capture.blocks import elided_blocks
 from fsdp_compiled.torch_private.names import attribute
+from tests.changes import beside
+from tests.toys import EAGER, squares
 
 
 class Options:
@@ -50,10 +52,6 @@ class Net(nn.Module):
         return self.scale(self.act(y)) + self.other_scale(self.other_shift)
 
 
-def loss(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
-    return model(x).square().mean()
-
-
 def losses(change: Any) -> tuple[list[float], list[float], int]:
     """By eager PyTorch and here, of steps between which something is changed; how often a step was captured."""
     torch.manual_seed(0)
@@ -61,13 +59,13 @@ def losses(change: Any) -> tuple[list[float], list[float], int]:
     eager = Net()
     eager.load_state_dict(model.state_dict())
     optimizer = torch.optim.SGD(eager.parameters(), 1e-6)
-    sharded = compile_sharded(model, torch.optim.SGD(model.parameters(), 1e-6), loss=loss, policy=Policy(lower="eager"))
+    sharded = compile_sharded(model, torch.optim.SGD(model.parameters(), 1e-6), loss=squares, policy=EAGER)
     found: tuple[list[float], list[float]] = [], []
     x = torch.randn(2, 3)
     for step in range(4):
         if step == 2:
             change(model, eager)
-        value = loss(eager, x)
+        value = squares(eager, x)
         optimizer.zero_grad()
         value.backward()
         optimizer.step()
@@ -148,14 +146,13 @@ def test_a_tensor_of_two_equal_blocks_that_becomes_two(of: int) -> None:
     masks = [torch.full((3,), 1.5) for _ in range(7)]
     masks[5] = masks[4]
     model, eager = (nn.Sequential(*(Masked(mask) for mask in masks)) for _ in range(2))
-    eager.load_state_dict(model.state_dict())
-    sharded = compile_sharded(model, torch.optim.SGD(model.parameters(), 0.0), loss=loss, policy=Policy(lower="eager"))
-    x = torch.randn(2, 3)
-    for step in range(3):
-        if step == 1:
-            for one in (model, eager):
-                one[of].mask = torch.full((3,), 0.5)  # type: ignore[assignment]
-        assert sharded.step(x).item() == loss(eager, x).item(), step
+
+    def change() -> None:
+        for one in (model, eager):
+            one[of].mask = torch.full((3,), 0.5)  # type: ignore[assignment]
+
+    expected, found, _ = beside(model, eager, change)
+    assert found == expected
 
 
 class Listed(nn.Module):
@@ -184,11 +181,11 @@ def test_equal_blocks_that_have_another_name_and_take_turns_in_it(
         monkeypatch.setattr(elided_blocks, "OWN_TENSOR", re.compile(""))
     torch.manual_seed(0)
     model, eager = Listed(parts), Listed(parts)
-    eager.load_state_dict(model.state_dict())
-    sharded = compile_sharded(model, torch.optim.SGD(model.parameters(), 0.0), loss=loss, policy=Policy(lower="eager"))
-    x = torch.randn(2, 3)
-    assert sharded.step(x).item() == loss(eager, x).item()
-    for one in (model, eager):
-        one.others[4:6] = one.others[5], one.others[4]
-    assert (sharded.step(x).item() == loss(eager, x).item()) is asked
-    assert sharded.captures == 1 + asked
+
+    def change() -> None:
+        for one in (model, eager):
+            one.others[4:6] = one.others[5], one.others[4]
+
+    expected, found, captures = beside(model, eager, change)
+    assert found[:2] == expected[:2] and (found[2:] == expected[2:]) is asked
+    assert captures == 1 + asked

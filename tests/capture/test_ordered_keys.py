@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import nn
 
-from fsdp_compiled import Policy, compile_sharded
 from fsdp_compiled.capture.blocks.walked_blocks import WalkedBlock
 from fsdp_compiled.capture.object_identity import KeyOrders
+from tests.changes import beside
 from tests.chosen import needs_torch
 
 
@@ -33,10 +33,6 @@ class Block(nn.Module):
         return self.linear(x)  # type: ignore[no-any-return]
 
 
-def loss(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
-    return model(x).square().mean()
-
-
 class Experts(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -54,16 +50,7 @@ def losses(
     """By eager PyTorch and here; before the third of four steps the first key is moved to the end."""
     torch.manual_seed(0)
     model, eager = (nn.Sequential(*(Block(None if one is TABLE else one) for one in tables)) for _ in range(2))
-    eager.load_state_dict(model.state_dict())
-    sharded = compile_sharded(model, torch.optim.SGD(model.parameters(), 0.0), loss=loss, policy=Policy(lower="eager"))
-    found: tuple[list[float], list[float]] = [], []
-    x = torch.randn(2, 3)
-    for step in range(4):
-        if step == 2:
-            moved.move_to_end(next(iter(moved)))
-        found[0].append(loss(eager, x).item())
-        found[1].append(float(sharded.step(x)))
-    return *found, sharded.captures
+    return beside(model, eager, lambda: moved.move_to_end(next(iter(moved))))
 
 
 KEYS: list[Any] = ["a", torch.float32, (1, 2)]
@@ -104,11 +91,11 @@ def test_another_order_of_modules_in_a_block_like_others_is_seen(noted: bool, mo
         monkeypatch.setattr(WalkedBlock, "__init__", without)
     torch.manual_seed(0)
     model, eager = (nn.Sequential(*(Experts() for _ in range(7))) for _ in range(2))
-    eager.load_state_dict(model.state_dict())
-    sharded = compile_sharded(model, torch.optim.SGD(model.parameters(), 0.0), loss=loss, policy=Policy(lower="eager"))
-    x = torch.randn(2, 3)
-    assert float(sharded.step(x)) == loss(eager, x).item()
-    for one in (model, eager):
-        modules = one[5].experts._modules
-        modules["0"] = modules.pop("0")
-    assert (float(sharded.step(x)) == loss(eager, x).item()) is noted
+
+    def change() -> None:
+        for one in (model, eager):
+            modules = one[5].experts._modules
+            modules["0"] = modules.pop("0")
+
+    expected, found, _ = beside(model, eager, change)
+    assert found[:2] == expected[:2] and (found[2:] == expected[2:]) is noted

@@ -16,6 +16,7 @@ from fsdp_compiled.ir.nodes import mutated
 from fsdp_compiled.ir.program import Program
 from fsdp_compiled.plan.plan import Buffer
 from tests import simulate
+from tests.toys import squares
 
 
 class Block(nn.Module):
@@ -51,16 +52,12 @@ def model() -> nn.Module:
     return Model()
 
 
-def loss(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
-    return model(x).square().mean()  # type: ignore[no-any-return]
-
-
 def stages(policy: Policy, shard: int, kind: str = "step") -> tuple[Program, ...]:
     module = model()
     groups = [[one for one in module.parameters() if (one.dim() > 1) == matrices] for matrices in (True, False)]
     optimizer = torch.optim.AdamW([{"params": group} for group in groups], lr=0.1)
     return simulate.stages(
-        module, optimizer, loss, (torch.ones(2, 5),), policy, shard=shard, kind=kind, traced_as=__name__
+        module, optimizer, squares, (torch.ones(2, 5),), policy, shard=shard, kind=kind, traced_as=__name__
     )[0]
 
 

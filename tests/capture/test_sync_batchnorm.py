@@ -18,6 +18,7 @@ from fsdp_compiled.capture.sync_batchnorm import check_norms, joint_moments
 from fsdp_compiled.ir.nodes import is_collective
 from tests.chosen import chosen
 from tests.simulate import Batch, ranks, simulate, stages
+from tests.toys import mse, sgd
 
 STEPS = 3
 
@@ -41,14 +42,6 @@ class Net(nn.Module):
         return self.last(self.plain(x))
 
 
-def loss(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-    return F.mse_loss(model(x), y)
-
-
-def sgd(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-
-
 def batches(world: int) -> list[list[Batch]]:
     generator = torch.Generator().manual_seed(1)
 
@@ -62,7 +55,7 @@ def on_the_joined_batch(model: nn.Module, steps: list[list[Batch]]) -> nn.Module
     optimizer = sgd(model)
     for parts in steps:
         optimizer.zero_grad()
-        loss(model, *(torch.cat(part) for part in zip(*parts, strict=True))).backward()
+        mse(model, *(torch.cat(part) for part in zip(*parts, strict=True))).backward()
         optimizer.step()
     return model
 
@@ -85,10 +78,10 @@ def test_statistics_are_those_of_the_joined_batch(shape: str, shard: int, replic
     steps = batches(shard * replicate)
     policy = Policy(shard=shape, lower="eager")
     expected = on_the_joined_batch(copy.deepcopy(local), steps)
-    found = simulate(synced, sgd(synced), loss, steps, policy, shard=shard, replicate=replicate)
+    found = simulate(synced, sgd(synced), mse, steps, policy, shard=shard, replicate=replicate)
     weights = {name: value.detach() for name, value in expected.named_parameters()}
     assert furthest(found.parameters, weights) < 1e-5
-    control = simulate(local, sgd(local), loss, steps, policy, shard=shard, replicate=replicate)
+    control = simulate(local, sgd(local), mse, steps, policy, shard=shard, replicate=replicate)
     assert furthest(control.parameters, weights) > 1e-2
     for buffers in found.buffers:
         for name, value in expected.named_buffers():
@@ -103,7 +96,7 @@ def test_a_norm_adds_one_collective_an_axis_to_each_phase(replicate: int, axes: 
     batch = batches(1)[0][0]
     counts = []
     for model in (local, synced):
-        programs, _ = stages(model, sgd(model), loss, batch, Policy(lower="eager"), replicate=replicate)
+        programs, _ = stages(model, sgd(model), mse, batch, Policy(lower="eager"), replicate=replicate)
         phases = [node.meta["phase"] for node in programs[-1].graph.nodes if is_collective(node)]
         counts.append({phase: phases.count(phase) for phase in ("forward", "backward")})
         assert str(programs[-1])
@@ -127,7 +120,7 @@ def test_unequal_parts_count_by_their_elements() -> None:
 def test_unequal_losses_and_groups_of_some_ranks_are_refused() -> None:
     model = nn.SyncBatchNorm.convert_sync_batchnorm(Net())
     with pytest.raises(ValueError, match=r'norm is a SyncBatchNorm.*weigh is "rows"'):
-        compile_sharded(model, sgd(model), loss=loss, policy=Policy(weigh="rows"))
+        compile_sharded(model, sgd(model), loss=mse, policy=Policy(weigh="rows"))
     with simulated(4):
         model.norm.process_group = dist.new_group([0, 1])
         with pytest.raises(ValueError, match="norm is a SyncBatchNorm over a process group of 2 of the 4 ranks"):
@@ -140,7 +133,7 @@ def test_in_eval_mode_and_on_one_rank_it_is_batch_norm() -> None:
     synced = nn.SyncBatchNorm.convert_sync_batchnorm(copy.deepcopy(local))
     steps = batches(1)
     expected = on_the_joined_batch(local, steps)
-    sharded = compile_sharded(synced, sgd(synced), loss=loss, policy=Policy(lower="eager"))
+    sharded = compile_sharded(synced, sgd(synced), loss=mse, policy=Policy(lower="eager"))
     for ((x, y),) in steps:
         sharded.step(x, y)
     weights = sharded.full_state_dict()

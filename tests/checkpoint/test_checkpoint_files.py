@@ -94,7 +94,7 @@ def _flip(file: Path, place: int, by: int) -> None:
         opened.write(bytes([byte ^ by]))
 
 
-@pytest.mark.parametrize("how", ["truncated", "longer", "missing", "no manifest", "foreign", "newer"])
+@pytest.mark.parametrize("how", ["truncated", "longer", "missing", "no manifest", "foreign", "older", "newer"])
 def test_damage_is_named_with_its_file_and_the_cure(sharded: Sharded, copied: Path, how: str) -> None:
     data, manifest = copied / "shard-00000-of-00001.safetensors", copied / "manifest.json"
     text = manifest.read_bytes()
@@ -114,8 +114,9 @@ def test_damage_is_named_with_its_file_and_the_cure(sharded: Sharded, copied: Pa
         manifest.write_text('{"weight_map": {}}')
         expected = f"{manifest} does not begin as a manifest of this package"
     else:
-        manifest.write_bytes(text.replace(b'"version": 3', b'"version": 4', 1))
-        expected = f"{manifest} has version 4, and this package reads up to 3.*newer"
+        version = {"older": 2, "newer": 4}[how]
+        manifest.write_bytes(text.replace(b'"version": 3', b'"version": %d' % version, 1))
+        expected = f"{manifest} has version {version}, and this package reads 3.*{how}"
     with pytest.raises(ValueError, match=expected):
         sharded.load(copied.parent, step=1)
 

@@ -10,7 +10,6 @@ from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -21,9 +20,8 @@ from fsdp_compiled.distributed.mesh import Mesh
 from fsdp_compiled.plan.leaf import Leaf, TensorParallel, dense_stride
 from fsdp_compiled.plan.make_plan import make_plan
 from fsdp_compiled.plan.plan import Plan
-from fsdp_compiled.runtime.checkpoint import data_file, loading
-from fsdp_compiled.runtime.checkpoint import manifest as manifests
-from fsdp_compiled.runtime.checkpoint.chunks import held, rectangles, whole_chunk
+from fsdp_compiled.runtime.checkpoint import loading
+from fsdp_compiled.runtime.checkpoint.chunks import held, rectangles
 from tests.saved_plans import CPU, RULES, places, save, shards, values
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float64)
@@ -88,39 +86,6 @@ def test_any_plan_reads_what_any_other_wrote(data: st.DataObject) -> None:
             for made, right in zip((parameters, optimizer), expected):
                 used = {key for key in made if key in right and _updated(second, key)}
                 assert all(torch.equal(made[key], right[key]) for key in used)
-
-
-@pytest.mark.parametrize("order", [[0, 1], [1, 0]])
-@pytest.mark.parametrize("dim", [None, 0, 1])
-def test_the_format_before_is_read(tmp_path: Path, order: list[int], dim: int | None) -> None:
-    """Elements in memory order: of the whole, or of four equal parts along a dim, of which zeros end the last ones."""
-    whole = torch.arange(1.0, 31.0).view(10, 3)
-    cut = TensorParallel(dim, (10, 3), 4 if dim is not None else 1)
-    data, pieces = b"", []
-    for part in range(cut.parts):
-        at = [
-            slice(part * size, (part + 1) * size) if one == dim else slice(None)
-            for one, size in enumerate(cut.part_shape)
-        ]
-        laid = torch.zeros(cut.part_shape)
-        inside = whole[tuple(at)]
-        laid[tuple(map(slice, inside.shape))] = inside
-        for start, stop in ((0, 4), (4, laid.numel())):
-            pieces.append([start, stop, 0, len(data), *([dim, part, 4] if dim is not None else [])])
-            data += laid.permute(order).reshape(-1)[start:stop].numpy().tobytes()
-    sums = data_file.write(tmp_path / "data", [memoryview(data)])
-    content = {
-        "step": 0, "world": 1, "values": {"updates": {"same": 0}}, "aliases": {}, "written_by": {},
-        "tensors": {"it": {"shape": [10, 3], "dtype": "float32", "order": order, "pieces": pieces}},
-        "files": [{"name": "data", "size": len(data), "checksums": sums}],
-    }  # fmt: skip
-    manifest = manifests.parse(manifests.of_version_2(content))
-    assert next(manifests.wrong_in(manifest), None) is None
-    work = loading.read(tmp_path, manifest, Mesh(CPU), [whole_chunk("it", torch.empty(10, 3))], [])
-    assert torch.equal(lockstep(Mesh(CPU), "it", work)[0][0][1], whole)
-    pieces[0][1] = 3
-    content["tensors"]["it"]["pieces"] = pieces
-    assert "elements of it are in files" in str(manifests.parse(manifests.of_version_2(content)).incomplete())
 
 
 def _updated(plan: Plan, key: str) -> bool:

@@ -134,11 +134,8 @@ def test_loss_scale_and_a_changed_tensor_of_the_losses_own_come_back(tmp_path: P
     assert torch.equal(calls, other) and other[0] == 4
 
 
-def test_what_is_saved_is_what_was_when_it_was_called(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_saved_is_what_was_when_it_was_called(tmp_path: Path, writers: threading.Event) -> None:
     """The next steps overwrite the state while the writer has not begun."""
-    go = threading.Event()
-    write = data_file.write
-    monkeypatch.setattr(data_file, "write", lambda *given: (go.wait(60), write(*given))[1])
     first, schedule = build(0)
     train(first, schedule, 0, 2)
     expected = everything(first)
@@ -147,7 +144,7 @@ def test_what_is_saved_is_what_was_when_it_was_called(tmp_path: Path, monkeypatc
     assert not future.done() and not same(everything(first), expected)
     with pytest.raises(ValueError, match=r"step 2 in .* is still being written"):
         first.save(tmp_path, busy="refuse")
-    go.set()
+    writers.set()
     again = first.save(tmp_path)  # waits for the one before
     assert future.done() and again.result() == tmp_path / "step-4"
     second, _ = build(1)

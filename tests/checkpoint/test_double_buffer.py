@@ -105,7 +105,7 @@ def test_a_step_that_is_being_written_is_replaced_when_it_is_there(tmp_path: Pat
     assert first.done() and again.result() == tmp_path / "step-0"
 
 
-def test_ranks_meet_once_in_a_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_meet_twice_in_a_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     sharded, met, agree = build(), [], lockstep.agree
 
     def count(mesh: Any, what: str, text: str, *given: Any, **named: Any) -> Any:
@@ -114,7 +114,7 @@ def test_ranks_meet_once_in_a_save(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(lockstep, "agree", count)
     sharded.save(tmp_path, wait=True)
-    assert met == ["what they save"]
+    assert met == ["what they save", "the end"]
 
 
 def test_what_is_written_is_found_again_where_it_has_changed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -76,15 +76,6 @@ def test_help_shows_each_option(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["train", "--help"])
     text = capsys.readouterr().out
-    for option in (
-        "--nproc",
-        "--steps",
-        "--out",
-        "--seed",
-        "--lower",
-        "--shard",
-        "--data",
-        "--warmup",
-        "--clip",
-    ):
-        assert option in text
+    assert all(
+        option in text for option in "--nproc --steps --out --seed --lower --shard --data --warmup --clip".split()
+    )

@@ -29,14 +29,10 @@ def whole(text: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, s
     """The folder of a run of three steps from a seed, on ranks that join those of torchrun, as it were, and what its
     first rank printed."""
     out = tmp_path_factory.mktemp("whole") / "run"
-    return out, joined(text, out)
-
-
-def joined(text: Path, out: Path) -> str:
     options = ["--data", str(text), "--out", str(out), "--steps", "3", "--seed", "7", "--profile"]
     (status, printed), (other, _) = launch(ROOT / "tests" / "workers" / "cli.py", 2, "train", *TINY.split(), *options)
     assert status == other == 0, printed
-    return str(printed)
+    return out, str(printed)
 
 
 def start(text: Path, out: Path, *more: str) -> subprocess.Popen[str]:
@@ -80,13 +76,6 @@ def test_a_run_leaves_everything_in_the_folder_it_names_last(whole: tuple[Path, 
     assert weights["layers.1.up.weight"].shape == (64, 16) and weights["embed.weight"].shape == (256, 16)
 
 
-@pytest.mark.exhaustive  # test_cli_resume compares two runs from one seed, and stops one of them besides
-def test_a_seed_gives_the_same_losses(text: Path, whole: tuple[Path, str], tmp_path: Path) -> None:
-    joined(text, tmp_path / "again")
-    first, again = ([step["loss"] for step in metrics(out)] for out in (whole[0], tmp_path / "again"))
-    assert first == again
-
-
 def test_an_interrupted_run_saves_what_it_reached(text: Path, whole: tuple[Path, str], tmp_path: Path) -> None:
     out = tmp_path / "run"
     process = start(text, out, "--steps", "100000", "--seed", "7")
@@ -102,13 +91,3 @@ def test_an_interrupted_run_saves_what_it_reached(text: Path, whole: tuple[Path,
     assert 1 <= len(metrics(out)) < 100000
     assert metrics(out)[0]["loss"] == metrics(whole[0])[0]["loss"]  # the launcher's ranks, and ranks that joined
     assert "embed.weight" in torch.load(out / "model.pt") and any((out / "logs").iterdir())
-
-
-@pytest.mark.exhaustive  # that a failure is told once is in test_cli_launch, and of what, in test_cli_data
-def test_text_that_is_too_short_is_said_once(tmp_path: Path) -> None:
-    text = tmp_path / "short.txt"
-    text.write_text("short")
-    process = start(text, tmp_path / "run", "--steps", "3")
-    _, errors = process.communicate(timeout=120)
-    assert process.returncode != 0
-    assert errors.count("too little text") == 1 and "Traceback" not in errors

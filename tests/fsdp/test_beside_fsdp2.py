@@ -16,6 +16,8 @@ ON_TWO = (
     "into_one_tensor", "within_groups", "in_a_checkpoint", "rank_of", "accumulated_and_evaluated",
     "dataclasses", "nested_dataclasses", "lists_of_dataclasses", "sets", "arrays",
     "reduced_otherwise", "reductions_alone", "root_apart", "three_dtypes", "uniform", "kept",
+    "held_for_another_head", "held_for_a_part", "held_and_frozen", "held_and_a_bias_frozen",
+    "never_called", "dropout_in_bfloat16",
     "a_part_waits", "neighbours_wait", "watched", "stopped", "sampled", "replicas_wait",
     "hooked_in_halves", "hooked_neighbours",
     "other_dims", "other_dims_in_bfloat16", "other_dims_merged", "other_dims_saved", "other_dims_uneven",

@@ -143,3 +143,14 @@ def test_a_step_that_raises_leaves_others_as_they_are() -> None:
     assert not left_behind()
     optimizer.step()
     assert all(torch.equal(a.full_tensor(), b) for a, b in zip(model.parameters(), plain.parameters(), strict=True))
+
+
+def test_a_step_of_another_optimizer_can_be_compiled() -> None:
+    fully_shard(net())
+    plain, eager = net(), net()
+    optimizer, expected = (torch.optim.SGD(one.parameters(), lr=0.1) for one in (plain, eager))
+    for one in (plain, eager):
+        give_gradients(one, 0)
+    torch.compile(lambda: optimizer.step(), backend="eager")()
+    expected.step()
+    assert all(map(torch.equal, plain.parameters(), eager.parameters()))

@@ -19,6 +19,7 @@ from torch import nn
 from fsdp_compiled import Policy, compile_sharded, fully_shard
 from tests.fuzz.sides import REFUSED
 from tests.fuzz.things import FIRST, GLOBALS, KINDS, WIDTH, factor, restore
+from tests.toys import squares
 
 STEPS = 6
 PLAIN = (False, True, None, "tanh", 0, 2, 0.5, "")
@@ -64,10 +65,6 @@ class Stack(nn.Module):
             else:
                 x = block(x, self.given[place]) if self.given else block(x)
         return x
-
-
-def loss_of(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
-    return model(x).square().mean()  # type: ignore[no-any-return]
 
 
 class Trial:
@@ -199,7 +196,7 @@ def stepping(trial: Trial) -> tuple[Callable[[torch.Tensor], float], Callable[[t
 
         def step(x: torch.Tensor) -> float:
             optimizer.zero_grad()
-            loss = loss_of(model, x)
+            loss = squares(model, x)
             loss.backward()
             optimizer.step()
             return loss.item()
@@ -213,7 +210,7 @@ def stepping(trial: Trial) -> tuple[Callable[[torch.Tensor], float], Callable[[t
             fully_shard(block, policy=policy)
         fully_shard(ours, policy=policy)
         return loop(plain), loop(ours)
-    sharded = compile_sharded(ours, torch.optim.SGD(ours.parameters(), 0.01), loss=loss_of, policy=policy)
+    sharded = compile_sharded(ours, torch.optim.SGD(ours.parameters(), 0.01), loss=squares, policy=policy)
     return loop(plain), lambda x: float(sharded.step(x))
 
 

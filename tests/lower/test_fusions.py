@@ -24,7 +24,7 @@ from tests import simulate
 from tests.models import Block, Recipe
 from tests.recipes import trained
 from tests.simulate import Simulation
-from tests.toys import batches, mse, sgd
+from tests.toys import batches, mse, sgd, squares
 
 NAMES = tuple(fusion.name for fusion in FUSIONS)
 BY_KERNELS = ("compute_copies", "flatten_gradients", "microbatch_sums", "gradient_statistics", "optimizer_update")
@@ -148,7 +148,7 @@ def test_those_for_compiled_steps_train_as_none_do(name: str, world: tuple[int, 
 
 
 def test_which_suit_what() -> None:
-    plan = simulate.stages(*_model(), _loss, (torch.ones(2, 6),), Policy(bucket_mb=0))[1]
+    plan = simulate.stages(*_model(), squares, (torch.ones(2, 6),), Policy(bucket_mb=0))[1]
 
     def names(gloo: tuple[str, ...] = (), trains: bool = True, tuned: bool = False, **policy: Any) -> list[str]:
         target = Target(replace(plan, policy=replace(plan.policy, **policy)), (), trains, gloo, tuned)
@@ -207,13 +207,9 @@ def _model() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
     return model, torch.optim.AdamW(model.parameters(), lr=0.01)
 
 
-def _loss(model: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
-    return model(x).square().mean()
-
-
 def _sharded(**policy: Any) -> Sharded:
     model, optimizer = _model()
-    return compile_sharded(model, optimizer, loss=_loss, policy=Policy(**policy))
+    return compile_sharded(model, optimizer, loss=squares, policy=Policy(**policy))
 
 
 def printed(program: Program) -> Iterator[str]:

@@ -11,6 +11,7 @@ import torch
 from torch import nn, optim
 
 from fsdp_compiled import Policy, compile_sharded
+from tests.toys import squares
 
 SCALE = 1.0
 TABLE = {"decay": 0.1}
@@ -50,10 +51,6 @@ def make(factor: float) -> tuple[type[optim.Optimizer], Callable[[float], None]]
     return Mine, set_factor
 
 
-def _loss(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
-    return model(x).square().mean()  # type: ignore[no-any-return]
-
-
 def test_what_functions_read_is_followed(monkeypatch: pytest.MonkeyPatch) -> None:
     kind, set_factor = make(0.5)
     here = sys.modules[__name__]
@@ -68,13 +65,13 @@ def test_what_functions_read_is_followed(monkeypatch: pytest.MonkeyPatch) -> Non
     eager, model = nn.Linear(6, 3), nn.Linear(6, 3)
     model.load_state_dict(eager.state_dict())
     theirs, mine = kind(eager.parameters()), kind(model.parameters())  # type: ignore[call-arg]
-    sharded = compile_sharded(model, mine, loss=_loss, policy=Policy(lower="eager", shard="zero1"))
+    sharded = compile_sharded(model, mine, loss=squares, policy=Policy(lower="eager", shard="zero1"))
     for name, change in {"": lambda: None, **changes}.items():
         change()
         for _ in range(2):
             batch = torch.randn(4, 6)
             theirs.zero_grad()
-            _loss(eager, batch).backward()
+            squares(eager, batch).backward()
             theirs.step()
             sharded.step(batch)
         found = sharded.full_state_dict()

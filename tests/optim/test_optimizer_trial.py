@@ -15,6 +15,7 @@ from fsdp_compiled import Policy, compile_sharded
 from fsdp_compiled.optim import ways
 from fsdp_compiled.optim.rules import make_rules
 from tests.own_optimizer import Own
+from tests.toys import squares
 
 EAGER = Policy(lower="eager", shard="zero1")
 
@@ -161,10 +162,6 @@ def _rate(step: int) -> float:
     return (0.0, 1.0, 0.4, 0.0, 2.0, 0.5, 0.3)[step % 7]
 
 
-def _loss(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
-    return model(x).square().mean()  # type: ignore[no-any-return]
-
-
 def trained(build: Callable[[Any], optim.Optimizer], steps: int = 7) -> tuple[Any, Any, Any]:
     """Weights by eager PyTorch, by us, and the `Sharded`, after as many steps with a rate that starts at zero."""
     torch.manual_seed(1)
@@ -174,12 +171,12 @@ def trained(build: Callable[[Any], optim.Optimizer], steps: int = 7) -> tuple[An
     schedule = optim.lr_scheduler.LambdaLR(optimizer, _rate)
     for batch in batches:
         optimizer.zero_grad()
-        _loss(eager, batch).backward()
+        squares(eager, batch).backward()
         optimizer.step()
         schedule.step()
     model = _model()
     optimizer = build(model.parameters())
-    sharded = compile_sharded(model, optimizer, loss=_loss, policy=EAGER)
+    sharded = compile_sharded(model, optimizer, loss=squares, policy=EAGER)
     schedule = optim.lr_scheduler.LambdaLR(optimizer, _rate)
     for batch in batches:
         sharded.step(batch)
@@ -204,7 +201,7 @@ def test_what_an_optimizers_code_may_do(kind: type[Own]) -> None:
 def test_a_rate_at_which_the_optimizers_own_code_fails_is_an_error() -> None:
     model = _model()
     optimizer = DividesByRate(model.parameters())
-    sharded = compile_sharded(model, optimizer, loss=_loss, policy=EAGER)
+    sharded = compile_sharded(model, optimizer, loss=squares, policy=EAGER)
     sharded.step(torch.ones(4, 6))
     optimizer.param_groups[0]["lr"] = 0.0
     with pytest.raises(ValueError, match="DividesByRate divides by zero at a rate of 0"):
@@ -215,7 +212,7 @@ def test_a_hyperparameter_that_changes_traces_again() -> None:
     model = _model()
     optimizer = GroupCounter(model.parameters(), lr=0.1)
     optimizer.param_groups[0]["weight"] = 1.0
-    sharded = compile_sharded(model, optimizer, loss=_loss, policy=EAGER)
+    sharded = compile_sharded(model, optimizer, loss=squares, policy=EAGER)
     sharded.step(torch.ones(4, 6))
     optimizer.param_groups[0]["weight"] = 0.5
     sharded.step(torch.ones(4, 6))
@@ -242,7 +239,7 @@ def test_what_cannot_be_sharded_is_refused_by_name(kind: type[Own], reason: str)
     model = _model()
     before = {name: value.clone() for name, value in model.state_dict().items()}
     with pytest.raises(ValueError, match=f"{kind.__name__} is not supported: .*{reason}"):
-        compile_sharded(model, kind(model.parameters()), loss=_loss, policy=EAGER)
+        compile_sharded(model, kind(model.parameters()), loss=squares, policy=EAGER)
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
 
@@ -289,9 +286,9 @@ def test_step_hooks_are_refused_whenever_they_were_registered() -> None:
     optimizer = optim.SGD(model.parameters(), lr=0.1)
     handle = optimizer.register_step_pre_hook(note)
     with pytest.raises(ValueError, match=r"note is registered as a step pre-hook of SGD.*before sharded\.step"):
-        compile_sharded(model, optimizer, loss=_loss, policy=EAGER)
+        compile_sharded(model, optimizer, loss=squares, policy=EAGER)
     handle.remove()
-    sharded = compile_sharded(model, optimizer, loss=_loss, policy=EAGER)
+    sharded = compile_sharded(model, optimizer, loss=squares, policy=EAGER)
     sharded.step(torch.ones(4, 6))
     handle = register_optimizer_step_post_hook(note)
     try:
@@ -320,7 +317,7 @@ def test_prepared_optimizers_are_unwrapped() -> None:
     for wrapper in (AcceleratedOptimizer, _FabricOptimizer):
         model = _model()
         inner = optim.SGD(model.parameters(), lr=0.1)
-        sharded = compile_sharded(model, wrapper(inner), loss=_loss, policy=EAGER)  # type: ignore[arg-type]
+        sharded = compile_sharded(model, wrapper(inner), loss=squares, policy=EAGER)  # type: ignore[arg-type]
         assert sharded.optimizer is inner
         sharded.step(torch.ones(4, 6))
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from typing import Any
 
 import pytest
@@ -11,7 +10,7 @@ from torch import nn, optim
 
 from fsdp_compiled.optim.rules import make_rules
 from fsdp_compiled.optim.ways import is_of_torch
-from tests.whole_optimizers import Counting, Own
+from tests.whole_optimizers import Own
 
 
 class ByAllNorms(Own):
@@ -71,37 +70,6 @@ def test_what_depends_on_other_parameters_is_refused(kind: type[Own], reason: st
 def test_whole_parameters_of_any_shape(dims: int) -> None:
     (rule,) = make_rules(Own([nn.Parameter(torch.randn((2,) * dims))]))
     assert rule.whole and "does not keep every element" in (rule.eagerly or "")
-
-
-class CountsCalls(Own):
-    """Reads at no step that any trial comes to what it counts."""
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        self.made = getattr(self, "made", 0) + 1
-        super().step()
-        if self.made > 10**6:
-            self.param_groups[0]["params"][0].zero_()
-
-
-class KeepsAnObject(Own):
-    """That counts calls, and says nothing of itself."""
-
-    def __init__(self, params: Any) -> None:
-        super().__init__(params)
-        self.count = itertools.count()
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        next(self.count)
-        super().step()
-
-
-def test_in_several_calls_where_these_come_to_the_same() -> None:
-    for kind, apart in ((optim.Muon, True), (optim.Adafactor, True), (Own, True), (CountsCalls, False),
-                        (KeepsAnObject, False), (Counting, False)):  # fmt: skip
-        (rule,) = make_rules(kind([nn.Parameter(torch.randn(3, 2)), nn.Parameter(torch.randn(4, 2))]))
-        assert rule.whole and rule.apart == apart, kind.__name__
 
 
 def test_only_pytorch_s_own_code_is_not_looked_at() -> None:

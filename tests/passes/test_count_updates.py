@@ -9,17 +9,14 @@ from torch import nn
 from fsdp_compiled import LossScale, Policy, compile_sharded
 from fsdp_compiled.ir.program import STEP
 from fsdp_compiled.passes.update import count_updates
-
-
-def loss(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
-    return model(x).square().mean()
+from tests.toys import squares
 
 
 @pytest.mark.parametrize("scaled", [False, True])
 def test_every_update_is_counted_and_no_void_step(scaled: bool) -> None:
     model = nn.Linear(4, 2)
     policy = Policy(lower="eager", loss_scale=LossScale(init=1024) if scaled else None)
-    sharded = compile_sharded(model, torch.optim.SGD(model.parameters(), 0.1), loss=loss, policy=policy)
+    sharded = compile_sharded(model, torch.optim.SGD(model.parameters(), 0.1), loss=squares, policy=policy)
     batches = [torch.ones(2, 4), torch.full((2, 4), 1e30), torch.ones(2, 4)]
     counts = [int(sharded.state.step) for batch in batches if sharded.step(batch) is not None]
     assert counts == ([1, 1, 2] if scaled else [1, 2, 3])
@@ -35,6 +32,6 @@ def test_without_the_pass_nothing_is_counted(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr("fsdp_compiled.passes.count_updates", lambda program, plan: program.after("count_updates"))
     model = nn.Linear(4, 2)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    sharded = compile_sharded(model, optimizer, loss=loss, policy=Policy(lower="eager"))
+    sharded = compile_sharded(model, optimizer, loss=squares, policy=Policy(lower="eager"))
     sharded.step(torch.ones(2, 4))
     assert int(sharded.state.step) == 0 and count_updates.__name__ in sharded.program.history

@@ -20,6 +20,7 @@ from tests.chosen import chosen
 from tests.models import Block, Recipe
 from tests.recipes import built, program_of, recipe
 from tests.simulate import captured, enlist, lockstep, passes, ranks, stages
+from tests.toys import squares
 
 
 def crossing(program: Program) -> list[fx.Node]:
@@ -119,13 +120,10 @@ class SelfAttention(nn.Module):
 
 
 def test_attention_without_dropout_is_computed_again() -> None:
-    def loss(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
-        return model(x).square().mean()
-
     model = SelfAttention()
     policy = Policy(lower="eager", recompute="unit")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    program = stages(model, optimizer, loss, (torch.randn(2, 4, 8),), policy)[0][-1]
+    program = stages(model, optimizer, squares, (torch.randn(2, 4, 8),), policy)[0][-1]
     assert not program.random
     phases = [node.meta["phase"] for node in program.graph.nodes if "_scaled_dot_product" in str(node.target)]
     assert phases.count("backward") == 2 * phases.count("forward")  # again, and its derivative

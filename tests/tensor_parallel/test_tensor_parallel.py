@@ -8,20 +8,16 @@ from typing import Any
 
 import pytest
 
-from tests.launch import answers, launch
+from tests.launch import answers, launch, results_of
 
 WORKER = Path(__file__).parents[1] / "workers" / "tensor_parallel.py"
-
-
-@pytest.fixture(scope="module")
-def results() -> dict[str, Any]:
-    return launch(WORKER, 4)
+results = results_of(WORKER, 4)
 
 
 @pytest.fixture(scope="module")
 def more() -> dict[str, Any]:
     """What shows again, on other models and formats, what these and tests of single programs show."""
-    return launch(WORKER, 4, "distilled", "half", "experts", "llama")
+    return launch(WORKER, 4, "distilled", "half")
 
 
 def first(results: dict[str, Any], case: str) -> dict[str, Any]:
@@ -114,19 +110,6 @@ def test_other_batches_along_tp_are_an_error_on_every_rank(results: dict[str, An
             assert unchanged
         assert one["after"]
     assert found[0]["apart"] < 1e-5  # forward alone, beside one process
-
-
-@pytest.mark.exhaustive
-def test_experts_that_are_cut(more: dict[str, Any]) -> None:
-    found = first(more, "experts")
-    assert found["eager"]["loss"] < 1e-5 and found["eager"]["weights"] < 1e-5
-    assert all(one["copies"] for one in answers(more, "experts"))
-
-
-@pytest.mark.exhaustive  # by the plan that it brings, a larger model of transformers is in test_tensor_parallel_models
-def test_llama_by_a_plan_of_the_users(more: dict[str, Any]) -> None:
-    found = answers(more, "llama")
-    assert found[0]["eager"]["loss"] < 1e-5 and all(one["copies"] for one in found)
 
 
 def test_a_model_on_the_meta_device_is_filled_as_the_whole_is(results: dict[str, Any]) -> None:

@@ -7,14 +7,10 @@ from typing import Any
 
 import pytest
 
-from tests.launch import answers, launch
+from tests.launch import answers, launch, results_of
 
 WORKER = Path(__file__).parents[1] / "workers" / "tensor_parallel_loop.py"
-
-
-@pytest.fixture(scope="module")
-def results() -> dict[str, Any]:
-    return launch(WORKER, 4, timeout=400)
+results = results_of(WORKER, 4, timeout=400)
 
 
 @pytest.fixture(scope="module")

@@ -8,24 +8,15 @@ from typing import Any
 import pytest
 
 from fsdp_compiled import Policy
-from tests.launch import answers, launch
+from tests.launch import answers, launch, results_of
 
 WORKER = Path(__file__).parents[1] / "workers" / "tensor_parallel_models.py"
-
-
-@pytest.fixture(scope="module")
-def results() -> dict[str, Any]:
-    return launch(WORKER, 4, timeout=400, imports=("transformers.models.llama",))
+results = results_of(WORKER, 4, timeout=400, imports=("transformers.models.llama",))
 
 
 @pytest.fixture(scope="module")
 def row() -> dict[str, Any]:
     return launch(WORKER, 2, timeout=400, imports=("transformers.models.qwen3",))
-
-
-@pytest.fixture(scope="module")
-def more() -> dict[str, Any]:
-    return launch(WORKER, 4, "offloaded", "generated", "vit", "vit_weights", timeout=400)
 
 
 def test_a_model_of_transformers_is_cut_by_the_plan_that_it_brings(row: dict[str, Any]) -> None:
@@ -65,31 +56,9 @@ def test_buffers_are_rank_zeros_along_tp_and_parts_are_not_written_to_them(resul
         assert found[one]["seen"] == found[other]["seen"] > 0
 
 
-@pytest.mark.exhaustive  # another model; its parts are of kinds that these and test_uneven_parts have
-def test_gradients_of_a_vit_are_parts_of_the_true_ones(more: dict[str, Any]) -> None:
-    for found in answers(more, "vit"):
-        assert found["apart"] < 1e-6 < 1e-3 < found["other parts"]
-        assert found["cuts"] == 10
-
-
-@pytest.mark.exhaustive  # its gradients are above; what is made of gradients knows nothing of the model
-def test_a_vit_trains_as_in_one_process(more: dict[str, Any]) -> None:
-    found = answers(more, "vit_weights")[0]
-    for make in ("adamw", "sgd"):
-        mine, half = found[make]
-        assert all(mine[what] < 1e-5 for what in ("loss", "norm", "weights")), found
-        assert half["weights"] > 1e-3  # the control, on half of the rows
-
-
-@pytest.mark.exhaustive  # what fetches them is in test_host_offload, and knows nothing of the axis
-def test_shards_in_host_memory_give_the_same_numbers(more: dict[str, Any]) -> None:
-    found = answers(more, "offloaded")
-    assert found[0]["bits"] and all(one["fetches"][0] > 0 == one["fetches"][1] for one in found)
-
-
 @pytest.mark.exhaustive
-def test_generated_models_and_plans(more: dict[str, Any]) -> None:
-    for found in answers(more, "generated")[0]:
+def test_generated_models_and_plans() -> None:
+    for found in answers(launch(WORKER, 4, "generated", timeout=400), "generated")[0]:
         assert found["loss"] < 1e-5 and found["norm"] < 1e-5 and found["weights"] < 1e-5, found
 
 

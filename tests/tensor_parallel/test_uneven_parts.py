@@ -10,14 +10,10 @@ import torch
 
 from fsdp_compiled.plan.leaf import Leaf, TensorParallel, contiguous_stride
 from fsdp_compiled.runtime.checkpoint.chunks import Place, chunks_of
-from tests.launch import answers, launch
+from tests.launch import answers, launch, results_of
 
 WORKER = Path(__file__).parents[1] / "workers" / "uneven_parts.py"
-
-
-@pytest.fixture(scope="module")
-def results() -> dict[str, Any]:
-    return launch(WORKER, 4)
+results = results_of(WORKER, 4)
 
 
 def test_they_are_pytorch_with_the_same_plan_to_the_bit_and_one_process(results: dict[str, Any]) -> None:

@@ -38,6 +38,7 @@ from fsdp_compiled.ir.program import Program
 from fsdp_compiled.lower.split_forward_backward import whole_gradients
 from fsdp_compiled.runtime.programs import program_maker
 from tests import launch
+from tests.launch import of_all
 from tests.loops import different, full, gradients, weights
 
 WIDTH = 8
@@ -400,6 +401,73 @@ def neighbours_wait(api: Any) -> Any:
     return found
 
 
+class Heads(Net):
+    def forward(self, x: torch.Tensor, head: str = "b") -> torch.Tensor:
+        return getattr(self, head)(torch.tanh(self.a(x)))
+
+
+def held(name: str, *calls: tuple[Callable[[Any, int], torch.Tensor], Callable[[Any], Any] | None]) -> None:
+    """A case: backwards hold gradients back, and the last one reduces. ``calls``: what is called, and what is done to
+    the net before."""
+
+    def run(api: Any) -> Any:
+        torch.manual_seed(0)
+        net, found = mark(api, Heads()), list[Any]()
+        optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
+        for step in range(3):
+            for place, (call, before) in enumerate(calls):
+                if before is not None:
+                    before(net)
+                net.set_requires_gradient_sync(place == len(calls) - 1)
+                call(net, 3 * step + place).square().mean().backward()
+                found += gradients(net)
+            net.requires_grad_(True)
+            optimizer.step()
+            optimizer.zero_grad()
+        return [*found, *weights(net)]
+
+    CASES[name] = run
+
+
+held(
+    "held_for_another_head",
+    (lambda net, step: net(rows(step), "b"), None),
+    (lambda net, step: net(rows(step), "c"), None),
+)
+held("held_for_a_part", (lambda net, step: net(rows(step), "c"), None), (lambda net, step: net.a(rows(step)), None))
+held(
+    "held_and_frozen",
+    (lambda net, step: net(rows(step)), None),
+    (lambda net, step: net(rows(step)), lambda net: net.b.requires_grad_(False)),
+)
+held(
+    "held_and_a_bias_frozen",
+    (lambda net, step: net(rows(step)), None),
+    (lambda net, step: net(rows(step)), lambda net: net.b.bias.requires_grad_(False)),
+)
+
+
+@case
+def never_called(api: Any) -> Any:
+    """Parts that no forward has gathered yet have no gradient, and later ones zeros, where these are asked for."""
+    torch.manual_seed(0)
+    net, found = mark(api, Heads()), list[Any]()
+    net.set_reduce_scatter_unused_params(True)
+    for step, head in enumerate("bcb"):
+        net(rows(step), head).square().mean().backward()
+        found += gradients(net)
+        net.zero_grad()
+    return found
+
+
+@case
+def dropout_in_bfloat16(api: Any) -> Any:
+    """Of which 1 / (1 - p) is another number than in float32."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout(0.1), nn.Linear(WIDTH, WIDTH))
+    return trained(api.fully_shard(net, mp_policy=REDUCED), lambda net, step: net(rows(step)))
+
+
 @case
 def watched(api: Any) -> Any:
     """CommDebugMode round each step, which sees collectives."""
@@ -680,18 +748,14 @@ def main(result: str, names: list[str]) -> None:
     found: dict[str, Any] = {}
     for name in names:
         if name == "refused":
-            everyone: list[Any] = [None] * dist.get_world_size()
-            dist.all_gather_object(everyone, refused())
-            found[name] = everyone
+            found[name] = of_all(refused())
             continue
         try:
             said = different(CASES[name](theirs), CASES[name](ours))
         except Exception:
             said = traceback.format_exc()[-3000:]
             print(name, said, file=sys.stderr, flush=True)
-        everyone = [None] * dist.get_world_size()
-        dist.all_gather_object(everyone, said)
-        found[name] = next((f"rank {rank}: {one}" for rank, one in enumerate(everyone) if one), "")
+        found[name] = next((f"rank {rank}: {one}" for rank, one in enumerate(of_all(said)) if one), "")
     found["reductions"] = REDUCTIONS
     if dist.get_rank() == 0:
         Path(result).write_text(json.dumps(found))

@@ -28,7 +28,7 @@ from fsdp_compiled.runtime.checkpoint.chunks import Place, held
 from fsdp_compiled.runtime.checkpoint.saving import Image
 from tests import generated_models
 from tests.chosen import examples
-from tests.launch import told
+from tests.launch import of_all, told, write_for_all
 from tests.parts import Seen, parts
 
 SEEDS = range(examples(3, 5))  # of generated models
@@ -97,8 +97,7 @@ def by_name(sharded: Sharded) -> dict[str, list[float]]:
     ]
     every: list[Any] = [own]
     if WORLD > 1:
-        every = [None] * WORLD
-        dist.all_gather_object(every, own)
+        every = of_all(own)
     found: dict[str, dict[int, float]] = {}
     for name, places, values in (one for rank in every for one in rank):
         found.setdefault(name, {}).update(zip(places, values, strict=True))
@@ -313,10 +312,7 @@ def at_once(folder: Path) -> dict[str, Any]:
 
 def main() -> None:
     result = {"save": save, "load": load}[sys.argv[3]](Path(sys.argv[2]))
-    every: list[Any] = [None] * WORLD
-    dist.all_gather_object(every, result)
-    if RANK == 0:
-        Path(sys.argv[1]).write_text(json.dumps(every))
+    write_for_all(result, sys.argv[1])
 
 
 if __name__ == "__main__":

@@ -5,7 +5,6 @@ torchrun --nproc-per-node 4 convert_tensor_parallel.py RESULT FOLDER
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 import warnings
@@ -23,6 +22,8 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from fsdp_compiled import Policy, Sharded, compile_sharded
 from fsdp_compiled.runtime.checkpoint.convert import convert
+from tests.launch import write_for_all
+from tests.toys import squares
 
 RANK = int(os.environ.get("RANK", 0))
 STEPS, AFTER, WIDTH, ROWS = 2, 3, 8, 4
@@ -36,10 +37,6 @@ class Net(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.down(torch.tanh(self.up(self.inner(x))))  # type: ignore[no-any-return]
-
-
-def loss_fn(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
-    return model(x).square().mean()  # type: ignore[no-any-return]
 
 
 def build(seed: int, mesh: DeviceMesh | None) -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -58,7 +55,7 @@ def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
 
 def ours(seed: int, mesh: DeviceMesh | None) -> Sharded:
     model, optimizer = build(seed, mesh)
-    return compile_sharded(model, optimizer, loss=loss_fn, mesh=mesh, policy=Policy(lower="eager"))
+    return compile_sharded(model, optimizer, loss=squares, mesh=mesh, policy=Policy(lower="eager"))
 
 
 def theirs(seed: int, mesh: DeviceMesh) -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -75,7 +72,7 @@ def batch(step: int, mesh: DeviceMesh) -> torch.Tensor:
 
 def eager_step(model: nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tensor, mesh: DeviceMesh) -> float:
     optimizer.zero_grad()
-    loss = loss_fn(model, x)
+    loss = squares(model, x)
     loss.backward()
     optimizer.step()
     loss = loss.detach().clone()
@@ -151,10 +148,7 @@ def main(result: str, place: str) -> None:
     found["there and back, 1 x 4"] = equal(square, expected)
     if RANK == 0:
         torch.save({name: expected[name] for name, _ in Net().named_parameters()}, folder / "expected.pt")
-    every: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(every, found)
-    if RANK == 0:
-        Path(result).write_text(json.dumps(every))
+    write_for_all(found, result)
     dist.barrier()
     dist.destroy_process_group()
 

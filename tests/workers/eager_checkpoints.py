@@ -5,18 +5,16 @@ torchrun --nproc-per-node 2 eager_checkpoints.py RESULT FOLDER
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from fsdp_compiled import Policy, Sharded, compile_sharded
 from fsdp_compiled.distributed.device_mesh import connect
-from tests.launch import told
+from tests.launch import of_all, told, write_for_all
 from tests.untraced import Idle, Queue, batches, groups, loss
 
 RANK, WORLD = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
@@ -39,8 +37,7 @@ def whole(sharded: Sharded, optimizer: Queue) -> dict[str, Any]:
     own = {name: value.clone() for name, value in sharded.state.optimizer.items()}
     every: list[Any] = [own]
     if WORLD > 1:
-        every = [None] * WORLD
-        dist.all_gather_object(every, own)
+        every = of_all(own)
     state = {}
     for one in every:  # each owner's, or everyone's
         state |= one
@@ -81,10 +78,7 @@ def main(result: str, folder: str) -> None:
         torch.save({**expected, "losses": losses}, Path(folder) / "expected.pt")
         optimizer.rates.append(7.0)  # this rank alone
     found["apart"] = told(lambda: sharded.save(Path(folder) / "apart"))
-    every: list[Any] = [None] * WORLD
-    dist.all_gather_object(every, found)
-    if RANK == 0:
-        Path(result).write_text(json.dumps(every))
+    write_for_all(found, result)
 
 
 if __name__ == "__main__":

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import sys
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,6 +14,7 @@ from fsdp_compiled.distributed.process_group import close
 from fsdp_compiled.ir.nodes import Mark
 from fsdp_compiled.ir.program import Port, Program
 from fsdp_compiled.lower.fusions.reductions import exchange
+from tests.launch import write_for_all
 from tests.workers.lowering import Sent
 
 c10d = torch.ops._c10d_functional
@@ -85,10 +84,7 @@ def main() -> None:
     world = dist.group.WORLD
     assert world is not None
     found = {f"{how} {dtype}": compared(how, getattr(torch, dtype), world.group_name) for how, dtype in CASES}
-    answers: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(answers, {"cases": found, "others": others(world.group_name)})
-    if dist.get_rank() == 0:
-        Path(sys.argv[1]).write_text(json.dumps(answers))
+    write_for_all({"cases": found, "others": others(world.group_name)}, sys.argv[1])
     dist.barrier()
     close()
 

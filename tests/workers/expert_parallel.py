@@ -27,7 +27,6 @@ from tests.cut_models import (
     VOCABULARY,
     WIDTH,
     adamw,
-    answer_all,
     compare,
     copies_equal,
     loss_fn,
@@ -36,7 +35,7 @@ from tests.cut_models import (
     two_by_two,
     unsharded,
 )
-from tests.launch import told
+from tests.launch import answer_all, told
 from tests.toys import EAGER
 
 warnings.filterwarnings("ignore")

@@ -27,6 +27,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.utils.checkpoint import checkpoint
 
 import fsdp_compiled as ours
+from tests.launch import of_all
 from tests.loops import GPT, batch, different, full, gpt, gradients, loss_of, train, weights
 from tests.workers import fully_shard_classes, fully_shard_midway, fully_shard_models
 
@@ -353,9 +354,7 @@ def main(result: str, names: list[str]) -> None:
         except Exception:
             found[name] = traceback.format_exc()[-3000:]
             print(found[name], file=sys.stderr, flush=True)
-        everyone: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(everyone, found[name])
-        found[name] = next((f"rank {rank}: {one}" for rank, one in enumerate(everyone) if one), "")
+        found[name] = next((f"rank {rank}: {one}" for rank, one in enumerate(of_all(found[name])) if one), "")
         if dist.get_rank() == 0:
             print(name, "ok" if not found[name] else found[name][:200], flush=True)
     if dist.get_rank() == 0:

@@ -15,13 +15,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from fsdp_compiled.distributed.device_mesh import connect
 from tests.fuzz.cases import Case, make_case
 from tests.fuzz.parts import LAYERS, OUT, RANDOM, WIDTH
 from tests.fuzz.sides import REFUSED, Differs, Ours, Plain
 from tests.fuzz.trial import CLOSE, HALF, compare
+from tests.launch import of_all
 
 RANK, WORLD = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 ALONE = ("gradient", "draw", "replace buffer")  # of one process: flat shards, and a generator that each rank mixes
@@ -121,8 +121,7 @@ def main(result: str, first: str, count: str) -> None:
     for seed in range(int(first), int(first) + int(count)):
         with contextlib.redirect_stderr(None):
             said = run(case_of(seed))
-        every: list[Any] = [None] * WORLD
-        dist.all_gather_object(every, said)
+        every = of_all(said)
         if any(every):
             found[f"{seed} {case_of(seed)}"] = every
     if RANK == 0:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import sys
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,6 +13,7 @@ from torch.profiler import profile
 
 from fsdp_compiled.distributed.mesh import Mesh
 from fsdp_compiled.distributed.process_group import close
+from tests.launch import write_for_all
 
 c10d = torch.ops._c10d_functional
 KINDS = [
@@ -69,10 +68,7 @@ def main() -> None:
     answer = gathered(group) | {"before": before, "sent": sent}
     whole = torch.arange(12.0).view(6, 2)
     answer["dtensor"] = torch.equal(distribute_tensor(whole, mesh, [Shard(0)]).full_tensor(), whole)
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, answer)
-    if dist.get_rank() == 0:
-        Path(sys.argv[1]).write_text(json.dumps(everyone))
+    write_for_all(answer, sys.argv[1])
     close()
 
 

@@ -17,7 +17,9 @@ import torch
 from torch import nn
 
 from fsdp_compiled import Policy, Sharded, compile_sharded
-from fsdp_compiled.runtime import full_state_dict, shard_model
+from fsdp_compiled.runtime import shard_model
+from fsdp_compiled.runtime.checkpoint import whole
+from tests.toys import squares
 from tests.workers.ranks import RANK, main
 
 X = torch.arange(12.0).reshape(3, 4) / 7 + RANK
@@ -38,10 +40,6 @@ class Blocks(nn.Module):
         return x * self.table
 
 
-def loss(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
-    return model(x).square().mean()
-
-
 def fill(module: nn.Module) -> None:
     for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
         tensor.copy_(torch.linspace(-1, 1, tensor.numel()).view_as(tensor))
@@ -50,7 +48,7 @@ def fill(module: nn.Module) -> None:
 def build(init: Callable[[nn.Module], None] = fill) -> Sharded:
     model = Blocks()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    return compile_sharded(model, optimizer, loss=loss, policy=Policy(lower="eager"), init=init)
+    return compile_sharded(model, optimizer, loss=squares, policy=Policy(lower="eager"), init=init)
 
 
 def caught(call: Callable[[], Any]) -> dict[str, Any]:
@@ -109,9 +107,9 @@ def brought() -> dict[str, Any]:
     model = nn.Linear(4, 4)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     if RANK:
-        loss(model, X).backward()
+        squares(model, X).backward()
         optimizer.step()
-    found = caught(lambda: compile_sharded(model, optimizer, loss=loss, policy=Policy(lower="eager")))
+    found = caught(lambda: compile_sharded(model, optimizer, loss=squares, policy=Policy(lower="eager")))
     return {**found, "untouched": all(type(parameter) is nn.Parameter for parameter in model.parameters())}
 
 
@@ -131,7 +129,7 @@ def collected(where: str) -> dict[str, Any]:
     else:
         wrong = mock.Mock(side_effect=torch.OutOfMemoryError("tried to allocate more than there is"))
         name, rank = {"copy": ("read_slot", 0), "first": ("wait_for_host_memory", 1)}[where]
-        patched: AbstractContextManager[Any] = mock.patch.object(full_state_dict, name, wrong)
+        patched: AbstractContextManager[Any] = mock.patch.object(whole, name, wrong)
         with patched if rank == RANK else nullcontext():
             found = caught(sharded.full_state_dict)
     same = before == weights(sharded)

@@ -5,9 +5,9 @@
 
 from __future__ import annotations
 
-import copy
+import functools
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from fsdp_compiled import OuterSGD, Policy, Sharded, compile_sharded
 from fsdp_compiled.distributed.process_group import close
-from tests.launch import told, write_for_all
+from tests.launch import of_all, told, write_for_all
 
 EVERY, STEPS = 3, 7  # the last step is between exchanges
 
@@ -119,6 +119,7 @@ def trained(case: Case) -> tuple[list[float], dict[str, torch.Tensor], dict[str,
     return losses, weights, {name: value.clone() for name, value in sharded.model.named_buffers()}
 
 
+@functools.cache
 def parts_of(case: Case) -> list[tuple[int, list[str]]]:
     """The names of the parameters that are exchanged together, each with the step of a round after which."""
     plan = sharded_of(case).plan
@@ -211,8 +212,7 @@ def beside(case: Case) -> dict[str, Any]:
     losses, weights, buffers = trained(case)
     expected, others, kept = by_hand(case)
     same = [torch.cat([one.flatten() for one in weights.values()]).double().sum()]
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, float(same[0]))
+    everyone = of_all(float(same[0]))
     return {
         "losses": [losses, expected],
         "weights": apart(weights, others),
@@ -319,8 +319,7 @@ def between(case: Case) -> dict[str, Any]:
     own = sharded(x)
     with sharded.gathered() as whole:
         found["gathered"] = torch.equal(own, whole(x))
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, own.sum().item())
+    everyone = of_all(own.sum().item())
     ranks = dist.get_world_size() // 2
     found["sites differ"] = everyone[0] != everyone[ranks]
     sharded.synchronize()
@@ -332,8 +331,9 @@ def between(case: Case) -> dict[str, Any]:
     whole = {name: value.clone() for name, value in model().state_dict().items()}
     sharded.load_full_state_dict(whole)
     sharded.step(*two)
+    begun = sharded_of(case).state.parameters
     found["anchor"] = {
-        name: bool(torch.equal(value, sharded_of(case).state.parameters[name.removesuffix(".outer.anchor")]))
+        name: bool(torch.equal(value, begun[name.removesuffix(".outer.anchor")]))
         for name, value in sharded.state.optimizer.items()
         if name.endswith("anchor")
     }
@@ -365,15 +365,14 @@ def main(result: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo") if not dist.is_initialized() else None
     two = dist.get_world_size() == 2
-    first = Case("ddp", flat=True, optimizer="adamw") if two else Case(optimizer="adamw")
     found: dict[str, Any] = {name: beside(case) for name, case in (TWO if two else FOUR).items()}
     found["int8"] = {
         str(late): beside(Case("ddp" if two else "zero3", flat=two, outer=OuterSGD(overlap=late), wire="int8"))
         for late in (0, 1)
     }
-    calls: dict[str, Callable[[Case], Any]] = {"resumed": resumed, "between": between, "disagreeing": disagreeing}
-    for name, call in calls.items():
-        found[name] = call(copy.copy(first))
+    if two:
+        case = Case("ddp", flat=True, optimizer="adamw")
+        found |= {"resumed": resumed(case), "between": between(case), "disagreeing": disagreeing(case)}
     write_for_all(found, result)
     close()
 

@@ -26,6 +26,7 @@ from fsdp_compiled.distributed import call_log, watchdog
 from fsdp_compiled.runtime.checkpoint import data_file, saving
 from fsdp_compiled.runtime.programs import program_maker
 from tests.killable_ranks import Forked
+from tests.toys import squares
 
 LIMIT = 60.0
 TRIP = 1000.0  # a number in the batch at which `tripwire` strikes
@@ -70,10 +71,6 @@ class Trapped(nn.Module):
         return self.second(tripwire(self.first(x) * 0 + x))
 
 
-def loss(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
-    return model(x).square().mean()
-
-
 def run(rank: int, phase: str) -> None:
     watchdog.BEAT, watchdog.SILENCE, watchdog.PATIENCE, watchdog.HEARING = 0.2, 4.0, 0.5, 0.3
     if phase == "first":
@@ -87,7 +84,7 @@ def run(rank: int, phase: str) -> None:
     torch.manual_seed(0)
     model = Trapped()
     optimizer = torch.optim.AdamW(model.parameters())
-    sharded = compile_sharded(model, optimizer, loss=loss, policy=Policy(lower="eager"), units=["first", "second"])
+    sharded = compile_sharded(model, optimizer, loss=squares, policy=Policy(lower="eager"), units=["first", "second"])
     good, trip = torch.ones(2, 4), torch.full((2, 4), TRIP)
     mine = rank == victim
     if phase == "first" and mine:

@@ -20,6 +20,7 @@ from fsdp_compiled import Policy, Sharded, compile_sharded
 from fsdp_compiled.distributed.process_group import close
 from fsdp_compiled.ir.nodes import is_collective
 from fsdp_compiled.lower import inductor
+from tests.launch import of_all
 from tests.parts import parts
 
 
@@ -140,9 +141,7 @@ if __name__ == "__main__":
     dist.init_process_group("gloo")
     found: dict[str, list[Any]] = {}
     for case in sys.argv[2:]:
-        answers: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(answers, CASES[case]())
-        found[case] = answers
+        found[case] = of_all(CASES[case]())
     if dist.get_rank() == 0:
         Path(sys.argv[1]).write_text(json.dumps(found))
     dist.barrier()

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import nn
 
 from fsdp_compiled import Policy, compile_sharded
+from tests.launch import of_all
 
 SETTLING = 20.0  # seconds that threads and sockets of a group that was ended may take
 
@@ -87,10 +88,9 @@ def main(result: Path, leak: str = "") -> None:
         time.sleep(0.2)
     total = torch.ones(1)
     dist.all_reduce(total)  # the script's group goes on
-    found_by_rank: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(found_by_rank, found)
+    every = of_all(found)
     if dist.get_rank() == 0:
-        result.write_text(json.dumps({"differences": found_by_rank, "sum": total.item()}))
+        result.write_text(json.dumps({"differences": every, "sum": total.item()}))
     dist.destroy_process_group()
     del held
 

@@ -22,6 +22,7 @@ from fsdp_compiled.distributed import watchdog
 from fsdp_compiled.distributed.mesh import RankError
 from fsdp_compiled.distributed.process_group import close
 from fsdp_compiled.policy import Policy
+from tests.launch import of_all
 from tests.loops import GPT, VOCABULARY, different, gradients, weights
 
 POLICY = Policy(lower="eager", cuda_graph=False, dynamic=False, programs=4)
@@ -120,8 +121,7 @@ def main(result: str) -> None:
             found[name] = traceback.format_exc()[-3000:]
             print(found[name], file=sys.stderr, flush=True)
     found["broken"] = different(train(theirs), train(ours, 0.1000001))
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, found)
+    everyone = of_all(found)
     rank = dist.get_rank()
     said = turned()
     if rank == 0:

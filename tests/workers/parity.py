@@ -28,6 +28,7 @@ from torch.nn.parallel import DistributedDataParallel
 from fsdp_compiled import Policy, compile_sharded
 from fsdp_compiled.distributed.process_group import close
 from tests.chosen import examples
+from tests.loops import full as whole
 
 STEPS = 20
 SHORT = examples(8, STEPS)  # for what the others show through all of them
@@ -232,10 +233,6 @@ def mesh_of(case: Case, world: int) -> DeviceMesh | None:
     if not case.hybrid:
         return None
     return init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("replicate", "shard"))
-
-
-def whole(value: torch.Tensor) -> torch.Tensor:
-    return value.full_tensor() if isinstance(value, DTensor) else value.detach().clone()
 
 
 def compare(mine: Run, other: Run) -> dict[str, Any]:

@@ -20,14 +20,11 @@ from torch import nn
 from fsdp_compiled import Policy, Sharded, compile_sharded
 from fsdp_compiled.distributed import watchdog
 from fsdp_compiled.distributed.process_group import close
+from tests.toys import mse
 
 RANK = int(os.environ["RANK"])
 watchdog.PATIENCE = 1.0
 EAGER = Policy(lower="eager")
-
-
-def mse(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-    return F.mse_loss(model(x), y)
 
 
 def net(width: int = 6, seed: int = 0, dropout: float = 0.0) -> nn.Module:

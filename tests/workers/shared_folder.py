@@ -26,6 +26,7 @@ from torch._inductor.cpu_vec_isa import pick_vec_isa
 from fsdp_compiled import Policy, compile_sharded
 from fsdp_compiled.lower import inductor
 from tests.killable_ranks import Forked
+from tests.toys import squares
 
 WORLD, LOCAL, VICTIM, LIMIT = 2, 1, 1, 90.0
 
@@ -41,14 +42,10 @@ def batch(width: int, rank: int) -> torch.Tensor:
     return torch.randn(4, width, generator=torch.Generator().manual_seed(rank))
 
 
-def loss(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
-    return model(x).square().mean()
-
-
 def losses(width: int, rank: int, lower: str = "inductor") -> list[float]:
     model, optimizer = build(width)
     policy = Policy(lower=lower, bucket_mb=0)
-    sharded = compile_sharded(model, optimizer, loss=loss, policy=policy, units=["0"])
+    sharded = compile_sharded(model, optimizer, loss=squares, policy=policy, units=["0"])
     return [sharded.step(batch(width, rank)).item() for _ in range(2)]
 
 
@@ -58,7 +55,7 @@ def plain(width: int) -> list[float]:
     found = []
     for _ in range(2):
         optimizer.zero_grad()
-        value = loss(model, torch.cat([batch(width, rank) for rank in range(WORLD)]))
+        value = squares(model, torch.cat([batch(width, rank) for rank in range(WORLD)]))
         value.backward()
         optimizer.step()
         found.append(value.item())

@@ -24,7 +24,8 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from fsdp_compiled import Policy, compile_sharded
 from tests import live_parameters as live
-from tests.launch import told
+from tests.launch import of_all, told
+from tests.toys import squares
 
 RANK = int(os.environ["RANK"])
 XS = [torch.arange(12.0).reshape(3, 4) / 7 + rank for rank in range(2)]
@@ -37,23 +38,19 @@ def build() -> tuple[nn.Sequential, torch.optim.Optimizer]:
     return model, torch.optim.AdamW(model.parameters(), lr=0.01)
 
 
-def loss(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
-    return model(x).square().mean()
-
-
 def refused_on_one(change: Callable[[nn.Sequential, torch.optim.Optimizer], Any]) -> dict[str, Any]:
     """Rank 1 does something to its model for which compile_sharded refuses it; both ranks then go on without it."""
     model, optimizer = build()
-    loss(model, X).backward()
+    squares(model, X).backward()
     optimizer.step()
     undo = change(model, optimizer) if RANK else None
     before = [parameter.tolist() for parameter in model.parameters()]
-    error = told(lambda: compile_sharded(model, optimizer, loss=loss, policy=Policy(lower="eager")))
+    error = told(lambda: compile_sharded(model, optimizer, loss=squares, policy=Policy(lower="eager")))
     same = before == [parameter.tolist() for parameter in model.parameters()]
     same &= all(type(parameter) is nn.Parameter for parameter in model.parameters())
     if undo is not None:
         undo()
-    sharded = compile_sharded(model, optimizer, loss=loss, policy=Policy(lower="eager"))
+    sharded = compile_sharded(model, optimizer, loss=squares, policy=Policy(lower="eager"))
     return {"error": error, "same": same, "finite": bool(sharded.step(X).isfinite())}
 
 
@@ -81,9 +78,9 @@ def of_each_rank() -> dict[str, Any]:
     """Batches that differ: gradients are means over ranks; draws that differ are rank 0's."""
     model, optimizer = build()
     plain, _ = build()
-    compile_sharded(model, optimizer, loss=loss, policy=Policy(lower="eager"))
-    loss(model, X).backward()
-    sum(loss(plain, x) / 2 for x in XS).backward()  # type: ignore[union-attr]
+    compile_sharded(model, optimizer, loss=squares, policy=Policy(lower="eager"))
+    squares(model, X).backward()
+    sum(squares(plain, x) / 2 for x in XS).backward()  # type: ignore[union-attr]
     pairs = zip(model.parameters(), plain.parameters(), strict=True)
     same = [torch.allclose(one.grad.full_tensor(), other.grad, atol=1e-6) for one, other in pairs]  # type: ignore[union-attr, arg-type]
     torch.manual_seed(RANK)
@@ -97,7 +94,7 @@ def of_each_rank() -> dict[str, Any]:
 def saved() -> dict[str, Any]:
     """The model's own state_dict, through `torch.distributed.checkpoint` and its state_dict functions."""
     model, optimizer = build()
-    sharded = compile_sharded(model, optimizer, loss=loss, policy=Policy(lower="eager"))
+    sharded = compile_sharded(model, optimizer, loss=squares, policy=Policy(lower="eager"))
     sharded.step(X)
     before = sharded.full_state_dict()
     folder = sys.argv[1] + ".dcp"
@@ -116,7 +113,7 @@ def saved() -> dict[str, Any]:
 def written_alone(shard: str) -> dict[str, Any]:
     """Rank 1 writes to a parameter by itself; then rank 0 does so too."""
     model, optimizer = build()
-    sharded = compile_sharded(model, optimizer, loss=loss, policy=Policy(lower="eager", shard=shard))
+    sharded = compile_sharded(model, optimizer, loss=squares, policy=Policy(lower="eager", shard=shard))
     sharded.step(X)
     weight = model[0].weight
 
@@ -137,7 +134,7 @@ def written_alone(shard: str) -> dict[str, Any]:
 def loaded(shard: str) -> bool:
     """What is loaded past the calls is no write of one rank alone."""
     model, optimizer = build()
-    sharded = compile_sharded(model, optimizer, loss=loss, policy=Policy(lower="eager", shard=shard))
+    sharded = compile_sharded(model, optimizer, loss=squares, policy=Policy(lower="eager", shard=shard))
     first = sharded.step(X)
     folder = f"{sys.argv[1]}.{shard}"
     dcp.save({"model": model.state_dict(), "all": sharded.state_dict()}, checkpoint_id=folder)
@@ -153,12 +150,12 @@ def loaded(shard: str) -> bool:
 def with_an_optimizer_of_ones_own() -> bool:
     """``value_and_grad``, clipping and an optimizer over the live parameters, beside the same in eager PyTorch."""
     model, plain = build()[0], build()[0]
-    sharded = compile_sharded(model, loss=loss, policy=Policy(lower="eager"))
+    sharded = compile_sharded(model, loss=squares, policy=Policy(lower="eager"))
     pairs = [(one, torch.optim.AdamW(one.parameters(), lr=0.01)) for one in (model, plain)]
     for _ in range(3):
         sharded.value_and_grad(X)
         pairs[1][1].zero_grad()
-        sum(loss(plain, x) / 2 for x in XS).backward()  # type: ignore[union-attr]
+        sum(squares(plain, x) / 2 for x in XS).backward()  # type: ignore[union-attr]
         for one, optimizer in pairs:
             nn.utils.clip_grad_norm_(one.parameters(), 0.1)
             optimizer.step()
@@ -171,7 +168,7 @@ def under_tp() -> bool:
     model, (plain, other) = build()[0], build()
     parallelize_module(model, mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    sharded = compile_sharded(model, optimizer, loss=loss, mesh=mesh, policy=Policy(lower="eager"))
+    sharded = compile_sharded(model, optimizer, loss=squares, mesh=mesh, policy=Policy(lower="eager"))
     writes: list[Callable[[nn.Sequential], Any]] = [
         lambda m: m[0].weight.mul_(0.5),
         lambda m: m[2].weight.clamp_(-0.2, 0.2),
@@ -186,7 +183,7 @@ def under_tp() -> bool:
             write(model), write(plain)
             good &= torch.allclose(model(XS[0]), plain(XS[0]), atol=1e-6)
         other.zero_grad()
-        expected = loss(plain, XS[0])
+        expected = squares(plain, XS[0])
         expected.backward()
         other.step()
         good &= torch.allclose(sharded.step(XS[0]), expected, atol=1e-6) and alike(model, plain)
@@ -201,7 +198,7 @@ def alike(model: nn.Module, plain: nn.Module) -> bool:
 def gathered(shard: str) -> dict[str, Any]:
     """Evaluation that gathers once: ranks make other numbers of calls, and what is left is trained on."""
     model, optimizer = build()
-    sharded = compile_sharded(model, optimizer, loss=loss, policy=Policy(lower="eager", shard=shard))
+    sharded = compile_sharded(model, optimizer, loss=squares, policy=Policy(lower="eager", shard=shard))
     sharded.step(X)
     expected = sharded(X)
     held = model[0].weight
@@ -223,7 +220,7 @@ def gathered(shard: str) -> dict[str, Any]:
     plain, other = build()
     for _ in range(2):
         other.zero_grad()
-        sum(loss(plain, x) / 2 for x in XS).backward()  # type: ignore[union-attr]
+        sum(squares(plain, x) / 2 for x in XS).backward()  # type: ignore[union-attr]
         other.step()
     sharded.step(X)
     return {"good": good and alike(model, plain), "errors": errors}
@@ -233,7 +230,7 @@ def refused() -> dict[str, str]:
     """What would be wrong in shards, in words."""
     model, optimizer = build()
     other, _ = build()
-    sharded = compile_sharded(model, optimizer, loss=loss, policy=Policy(lower="eager"))
+    sharded = compile_sharded(model, optimizer, loss=squares, policy=Policy(lower="eager"))
     weight = model[0].weight
     weight.square().sum().backward()
     left = told(lambda: sharded.step(X))
@@ -256,7 +253,7 @@ def refused() -> dict[str, str]:
         "rows": told(lambda: weight.redistribute(placements=[Shard(0)])),
         "past the model": told(lambda: read.value_and_grad(X)),
         "through the model": told(lambda: called.value_and_grad(X)),
-        "a copy": told(lambda: compile_sharded(copy.deepcopy(model), loss=loss)),
+        "a copy": told(lambda: compile_sharded(copy.deepcopy(model), loss=squares)),
         "a collective": told(lambda: dist.all_reduce(weight.detach())),
         "transposed": told(lambda: weight.detach().t_()),
         "swapped": told(lambda: torch.utils.swap_tensors(weight, nn.Parameter(torch.ones(4, 4)))),
@@ -273,8 +270,7 @@ def main() -> None:
         result[f"{shard} alone"], result[f"{shard} loaded"] = written_alone(shard), loaded(shard)
         result[f"{shard} gathered"] = gathered(shard)
     result["own optimizer"], result["tp"] = with_an_optimizer_of_ones_own(), under_tp()
-    every: list[Any] = [None, None]
-    dist.all_gather_object(every, result)
+    every = of_all(result)
     if RANK == 0:
         with open(sys.argv[1], "w") as file:
             json.dump({case: [one[case] for one in every] for case in result}, file)

@@ -14,15 +14,13 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
-from torch.distributed.tensor import Replicate
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, loss_parallel, parallelize_module
+from torch.distributed.tensor.parallel import loss_parallel
 
-from fsdp_compiled import Policy, Sharded, compile_sharded
+from fsdp_compiled import Sharded, compile_sharded
 from fsdp_compiled.analysis.timeline import estimate
 from fsdp_compiled.ir.nodes import is_collective
 from tests.cut_models import (
@@ -34,7 +32,6 @@ from tests.cut_models import (
     Net,
     ScaledNet,
     adamw,
-    answer_all,
     batch,
     build,
     compare,
@@ -49,29 +46,10 @@ from tests.cut_models import (
     two_by_two,
     unsharded,
 )
-from tests.launch import told
+from tests.launch import answer_all, of_all, told
 from tests.toys import EAGER
 
 warnings.filterwarnings("ignore")
-
-
-class Experts(nn.Module):
-    """A mixture of two experts, each cut: every token goes through both, by what the router says."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.tokens = nn.Embedding(VOCABULARY, WIDTH)
-        self.router = nn.Linear(WIDTH, 2)
-        self.experts = nn.ModuleList(
-            nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.SiLU(), nn.Linear(4 * WIDTH, WIDTH)) for _ in range(2)
-        )
-        self.head = nn.Linear(WIDTH, VOCABULARY)
-
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        x = self.tokens(tokens)
-        share, chosen = self.router(x).softmax(-1).max(-1, keepdim=True)
-        y = sum(torch.where(chosen == i, share * expert(x), 0) for i, expert in enumerate(self.experts))
-        return self.head(x + y)
 
 
 def counts(sharded: Sharded) -> dict[str, int]:
@@ -235,8 +213,7 @@ def dropout() -> Any:
     for step in range(2):
         _, masks = sharded.step(*batch(step, mesh["shard"].get_local_rank()))
         calls.append([mask.flatten().tolist() for mask in masks])
-    found: list[Any] = [None] * 4
-    dist.all_gather_object(found, calls)
+    found = of_all(calls)
     return {"masks": found, "copies": copies_equal(sharded, mesh)}
 
 
@@ -291,64 +268,6 @@ def other_batches() -> Any:
     return found
 
 
-def llama() -> Any:
-    """Llama of transformers by its own plan, on 1 x 4, ZeRO-3 over one rank."""
-    import transformers
-
-    config = transformers.LlamaConfig(
-        vocab_size=VOCABULARY, hidden_size=WIDTH, intermediate_size=32, num_hidden_layers=1, num_attention_heads=4,
-        num_key_value_heads=4, max_position_embeddings=32, attn_implementation="sdpa", use_cache=False,
-    )  # fmt: skip
-    mesh = init_device_mesh("cpu", (1, 4), mesh_dim_names=("fsdp", "tp"))
-
-    def make() -> Any:
-        torch.manual_seed(0)
-        return transformers.LlamaForCausalLM(config)
-
-    def loss(model: Any, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        return F.cross_entropy(model(input_ids=tokens).logits.flatten(0, 1), targets.flatten())
-
-    model = make()
-    plan: dict[str, Any] = {
-        "model.embed_tokens": RowwiseParallel(input_layouts=Replicate()),
-        "lm_head": ColwiseParallel(output_layouts=Replicate()),
-    }
-    for index in range(1):
-        at = f"model.layers.{index}"
-        plan |= {f"{at}.self_attn.{name}_proj": ColwiseParallel() for name in "qkv"}
-        plan |= {f"{at}.mlp.{name}_proj": ColwiseParallel() for name in ("gate", "up")}
-        plan |= {f"{at}.self_attn.o_proj": RowwiseParallel(), f"{at}.mlp.down_proj": RowwiseParallel()}
-    parallelize_module(model, mesh["tp"], plan)
-    sharded = compile_sharded(model, adamw(model), loss=loss, mesh=mesh, policy=EAGER)
-    losses = [sharded.step(*batch(step, 0)).item() for step in range(STEPS)]
-    mine = losses, [], sharded.full_state_dict()
-    reference = make()
-    optimizer = adamw(reference)
-    plain = []
-    for step in range(STEPS):
-        optimizer.zero_grad()
-        value = loss(reference, *batch(step, 0))
-        value.backward()
-        optimizer.step()
-        plain.append(value.item())
-    return {"eager": compare(mine, (plain, [], reference.state_dict())), "copies": copies_equal(sharded, mesh)}
-
-
-def experts() -> Any:
-    """A mixture of experts, each cut, under Inductor."""
-    mesh = two_by_two()
-    row = mesh["shard"].get_local_rank()
-    torch.manual_seed(0)
-    model = Experts()
-    plan = {f"experts.{i}.{j}": ColwiseParallel() if j == 0 else RowwiseParallel() for i in range(2) for j in (0, 2)}
-    parallelize_module(model, mesh["tp"], plan)
-    sharded = compile_sharded(model, sgd(model), loss=loss_fn, mesh=mesh, policy=Policy(lower="inductor"))
-    mine = ours(sharded, row)
-    torch.manual_seed(0)
-    reference = Experts()
-    return {"eager": compare(mine, unsharded(reference, sgd(reference), 2)), "copies": copies_equal(sharded, mesh)}
-
-
 def meta() -> Any:
     """A model on the meta device, cut there: filled as the same model is that is not cut."""
 
@@ -391,7 +310,7 @@ def other_names() -> Any:
 
 
 CASES = (gpt, classes, stale, overflow, dropout, other_batches, other_names, meta)
-MORE = (distilled, half, experts, llama)
+MORE = (distilled, half)
 
 if __name__ == "__main__":
     named = [case for case in (*CASES, *MORE) if case.__name__ in sys.argv[2:]]

@@ -26,8 +26,9 @@ from fsdp_compiled.distributed.mesh import Mesh
 from fsdp_compiled.runtime.checkpoint import checkpoints
 from fsdp_compiled.runtime.checkpoint.chunks import Place
 from tests.cut_models import VOCABULARY, Net, loss_fn
-from tests.launch import told
+from tests.launch import of_all, told, write_for_all
 from tests.parts import Seen, parts
+from tests.workers.checkpoints import Count
 
 warnings.filterwarnings("ignore")
 RANK, WORLD = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
@@ -149,20 +150,8 @@ def swapped(mesh: Mesh) -> Place:
 
 def along_tp(value: Any, mesh: DeviceMesh) -> bool:
     """Whether ranks along tp have the same."""
-    found: list[Any] = [None] * mesh["tp"].size()
-    dist.all_gather_object(found, value, group=mesh["tp"].get_group())
+    found = of_all(value, group=mesh["tp"].get_group())
     return all(one == found[0] for one in found)
-
-
-class Count:
-    def __init__(self, value: int) -> None:
-        self.value = value
-
-    def state_dict(self) -> dict[str, int]:
-        return {"value": self.value}
-
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        self.value = state["value"]
 
 
 def save(folder: Path) -> dict[str, Any]:
@@ -265,10 +254,7 @@ def load(folder: Path) -> dict[str, Any]:
 def main() -> None:
     dist.init_process_group("gloo")
     result = {"save": save, "load": load}[sys.argv[3]](Path(sys.argv[2]))
-    every: list[Any] = [None] * WORLD
-    dist.all_gather_object(every, result)
-    if RANK == 0:
-        Path(sys.argv[1]).write_text(json.dumps(every))
+    write_for_all(result, sys.argv[1])
     dist.barrier()
     dist.destroy_process_group()
 

@@ -23,16 +23,12 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from fsdp_compiled import Policy
 from fsdp_compiled import fully_shard as of_ours
-from tests.cut_models import ScaledNet, adamw, answer_all, batch, build, cut, net, told_when_stale, whole
-from tests.launch import told
+from tests.cut_models import ScaledNet, adamw, batch, build, cut, net, told_when_stale, whole
+from tests.launch import answer_all, of_all, told
 
 warnings.filterwarnings("ignore")
 RANK = int(os.environ.get("RANK", 0))
 STEPS = 3
-
-
-def plain(tensor: torch.Tensor) -> float:
-    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).item()
 
 
 def train(
@@ -54,9 +50,9 @@ def train(
             with loss_parallel() if classes else contextlib.nullcontext():
                 loss = F.cross_entropy(model(tokens).flatten(0, 1).float(), targets.flatten()) / microbatches
                 loss.backward()
-            losses.append(plain(loss.detach()))
+            losses.append(whole(loss).item())
         if clip is not None:
-            norms.append(plain(torch.nn.utils.clip_grad_norm_(model.parameters(), clip)))
+            norms.append(whole(torch.nn.utils.clip_grad_norm_(model.parameters(), clip)).item())
         optimizer.step()
         optimizer.zero_grad()
     weights = {name: whole(value) for name, value in model.state_dict().items()}
@@ -195,15 +191,13 @@ def dropout() -> Any:
         for _ in range(2):
             with torch.no_grad():
                 calls.append([mask.flatten().tolist() for mask in model(batch(0, row)[0], masks=True)[1:]])
-        found: list[Any] = [None] * 4
-        torch.distributed.all_gather_object(found, calls)
+        found = of_all(calls)
         masks.append(found)
     model = dropped(of_ours, mesh, parts=True)
     torch.manual_seed(10 + row)
     again = train(model, row)
     copies = [model.net.tokens.weight.to_local(), model.net.head.weight.to_local()]
-    others: list[Any] = [None] * 4
-    torch.distributed.all_gather_object(others, [one.tolist() for one in copies])
+    others = of_all([one.tolist() for one in copies])
     torch.manual_seed(RANK)
     model.train()
     before = [p.to_local().clone() for p in model.parameters()]

@@ -1,4 +1,4 @@
-"""Llama of transformers, experts and a ViT beside FSDP2 with the same plan; four models in Inductor.
+"""Llama of transformers, experts and a ViT beside FSDP2 with the same plan; a ViT's gradients; four models in Inductor.
 
 torchrun --nproc-per-node 4 tensor_parallel_parity.py RESULT [inductor]
 """
@@ -22,8 +22,10 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from fsdp_compiled import compile_sharded
 from tests.cut_models import (
     STEPS,
+    VOCABULARY,
+    WIDTH,
+    Block,
     adamw,
-    answer_all,
     batch,
     build,
     compare,
@@ -34,15 +36,50 @@ from tests.cut_models import (
     two_by_two,
     whole,
 )
+from tests.launch import answer_all
 from tests.toys import EAGER
-from tests.workers.tensor_parallel import Experts
 from tests.workers.tensor_parallel_models import transformer, words
-from tests.workers.tensor_parallel_vit import ViT
 
 warnings.filterwarnings("ignore")
 BLOCK: Mapping[str, Any] = dict.fromkeys(("attention.q", "attention.k", "attention.v", "up"), ColwiseParallel) | {
     "attention.o": RowwiseParallel, "down": RowwiseParallel
 }  # fmt: skip
+
+
+class Experts(nn.Module):
+    """A mixture of two experts, each cut: every token goes through both, by what the router says."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(VOCABULARY, WIDTH)
+        self.router = nn.Linear(WIDTH, 2)
+        self.experts = nn.ModuleList(
+            nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.SiLU(), nn.Linear(4 * WIDTH, WIDTH)) for _ in range(2)
+        )
+        self.head = nn.Linear(WIDTH, VOCABULARY)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.tokens(tokens)
+        share, chosen = self.router(x).softmax(-1).max(-1, keepdim=True)
+        y = sum(torch.where(chosen == i, share * expert(x), 0) for i, expert in enumerate(self.experts))
+        return self.head(x + y)
+
+
+class ViT(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.patches = nn.Conv2d(3, WIDTH, 4, 4)
+        self.places = nn.Parameter(torch.randn(5, WIDTH) / 10)
+        self.first = nn.Parameter(torch.zeros(1, 1, WIDTH))
+        self.layers = nn.ModuleList([Block(WIDTH, 4, 0.0)])
+        self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 10)
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        x = self.patches(images).flatten(2).transpose(1, 2)
+        x = torch.cat([self.first.expand(len(x), -1, -1), x], 1) + self.places
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(self.norm(x[:, 0]))
 
 
 class Case(NamedTuple):
@@ -129,6 +166,38 @@ def same_plan() -> Any:
     return found
 
 
+def gradients() -> Any:
+    """`value_and_grad` of a ViT that patterns cut: each rank's gradients are parts of the true ones."""
+    mesh = two_by_two()
+    torch.manual_seed(0)
+    model = ViT()
+    reference = ViT()
+    reference.load_state_dict(model.state_dict())
+    plan = {f"layers.*.{name}": "rowwise" if style is RowwiseParallel else "colwise" for name, style in BLOCK.items()}
+    sharded = compile_sharded(model, loss=classes, mesh=mesh, policy=replace(EAGER, tp=plan))
+    images = torch.randn(4, 3, 8, 8, generator=torch.Generator().manual_seed(1))
+    labels = torch.arange(4)
+    row, place = mesh["shard"].get_local_rank(), mesh["tp"].get_local_rank()
+    _, found = sharded.value_and_grad(images.chunk(2)[row], labels.chunk(2)[row])
+    classes(reference, images, labels).backward()
+    whole_gradients = {name: one.grad for name, one in reference.named_parameters()}
+    apart, cuts, other = 0.0, 0, 0.0
+    for buffer in sharded.plan.buffers:
+        for slot in buffer.slots:
+            gradient = whole_gradients[slot.name]
+            assert gradient is not None
+            parts = [gradient, gradient]
+            if slot.leaf.tp is not None and slot.leaf.tp.dim is not None:
+                cuts += 1
+                parts = list(gradient.chunk(2, slot.leaf.tp.dim))
+            own = sharded.plan.part(buffer, slot, row, cut=True)
+            for part, mine in ((parts[place], True), (parts[1 - place], False)):
+                expected = part.flatten()[own.first : own.last]
+                far = (found[slot.name] - expected).abs().max().item() if expected.numel() else 0.0
+                apart, other = (max(apart, far), other) if mine else (apart, max(other, far))
+    return {"apart": apart, "other parts": other, "cuts": cuts}
+
+
 def inductor() -> Any:
     mesh = two_by_two()
     row = mesh["shard"].get_local_rank()
@@ -139,4 +208,4 @@ def inductor() -> Any:
 
 
 if __name__ == "__main__":
-    answer_all((inductor,) if "inductor" in sys.argv[2:] else (same_plan,), sys.argv[1])
+    answer_all((inductor,) if "inductor" in sys.argv[2:] else (same_plan, gradients), sys.argv[1])

@@ -18,8 +18,8 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, distribute_ten
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from fsdp_compiled import Sharded, compile_sharded
-from tests.cut_models import GPT, HEAD, VOCABULARY, WIDTH, answer_all, batch, build, cut, loss_fn, sgd
-from tests.launch import told
+from tests.cut_models import GPT, HEAD, VOCABULARY, WIDTH, batch, build, cut, loss_fn, sgd
+from tests.launch import answer_all, told
 from tests.toys import EAGER
 from tests.untraced import Queue
 

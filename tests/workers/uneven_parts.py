@@ -28,7 +28,6 @@ from tests.cut_models import (
     TIME,
     WIDTH,
     adamw,
-    answer_all,
     batch,
     compare,
     copies_equal,
@@ -40,7 +39,7 @@ from tests.cut_models import (
     unsharded,
     whole,
 )
-from tests.launch import told
+from tests.launch import answer_all, told
 from tests.toys import EAGER
 
 warnings.filterwarnings("ignore")

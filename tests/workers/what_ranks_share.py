@@ -10,7 +10,6 @@ from typing import Any
 from unittest import mock
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -19,6 +18,7 @@ from fsdp_compiled import Policy, Sharded, compile_sharded
 from fsdp_compiled.lower import trials
 from fsdp_compiled.lower.cuda_graph import Replays
 from tests.graphs import compiled_with
+from tests.launch import of_all
 from tests.standin import Plain, StandIn
 from tests.workers.ranks import EAGER, RANK, Experts, batch, entropy, main, mse, net, shard
 
@@ -44,8 +44,7 @@ def dropout() -> Any:
         return [sharded(torch.eye(64)).flatten().tolist() for _ in range(2)]
 
     first, second = outputs(), outputs()
-    everyone: list[Any] = [None, None]
-    dist.all_gather_object(everyone, first)
+    everyone = of_all(first)
     return {
         "differs by step": first[0] != first[1],
         "differs by rank": everyone[0] != everyone[1],

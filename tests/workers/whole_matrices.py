@@ -8,8 +8,7 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,13 +23,11 @@ from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from fsdp_compiled import Policy, RankError, compile_sharded, fully_shard
 from fsdp_compiled.distributed.device_mesh import connect
 from fsdp_compiled.distributed.mesh import exchange
-from fsdp_compiled.plan.hardware import Cluster
-from fsdp_compiled.runtime import whole_update
 from tests.matrices import Matrices, batches, loss
 
 RANK, WORLD = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 ROWS = 12 // WORLD
-EAGER, SEVERAL = Policy(lower="eager"), Policy(lower="eager", network=1)
+EAGER = Policy(lower="eager")
 OWNS = "RankError: The update of what rank 1 along the shard axis owns"
 
 
@@ -66,23 +63,6 @@ def gradients(model: nn.Module, batch: torch.Tensor) -> None:
             parameter.grad /= WORLD
 
 
-@contextmanager
-def many_rounds() -> Iterator[list[int]]:
-    """Inside, matrices take as long as if they were large. How many rounds each update had."""
-    usual, found = whole_update.rounds, []
-
-    def rounds(updates: Any, machine: Any, ranks: int, several: bool) -> list[list[int]]:
-        order = usual(updates, Cluster(flops=1.0, memory=1.0, network=1.0, latency=1.0), ranks, several)
-        found.append(len(order))
-        return order
-
-    whole_update.rounds = rounds
-    try:
-        yield found
-    finally:
-        whole_update.rounds = usual
-
-
 def differs(policy: Policy, mesh: Any = None, before: int = 0, halves: bool = False) -> str:
     eager, model = Matrices(idle=True), Matrices(idle=True)
     theirs, mine = muon(eager), muon(model)
@@ -116,7 +96,7 @@ def differs(policy: Policy, mesh: Any = None, before: int = 0, halves: bool = Fa
 
 
 def of_a_package(name: str, mesh: Any = None) -> str:
-    """In two groups, beside the class's own steps on the mean; in one round, for all of them count steps in groups."""
+    """In two groups, beside the class's own steps on the mean."""
     kind = getattr(pytest.importorskip("pytorch_optimizer"), name)
     sides = []
     for _ in range(2):
@@ -124,7 +104,7 @@ def of_a_package(name: str, mesh: Any = None) -> str:
         rest = {"params": [p for p in model.parameters() if p.dim() != 2], "lr": 0.005}
         sides.append((model, kind([{"params": [p for p in model.parameters() if p.dim() == 2]}, rest], lr=0.02)))
     (eager, theirs), (model, mine) = sides
-    sharded = compile_sharded(model, mine, loss=loss, policy=SEVERAL, mesh=mesh)
+    sharded = compile_sharded(model, mine, loss=loss, policy=EAGER, mesh=mesh)
     for batch in batches(4):
         sharded.step(part(batch))
         gradients(eager, batch)
@@ -198,45 +178,26 @@ class Switches(optim.Muon):
             self.param_groups[0]["phase"] = "late"
 
 
-class CountsLate(optim.Muon):
-    """Counts steps in its group from a step on to which no trial comes."""
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        super().step()
-        if self.param_groups[0]["lr"] == 0.07 and RANK == 1:
-            self.param_groups[0]["count"] = self.param_groups[0].get("count", 0) + 1
-
-
-def in_rounds(make: Callable[[], str], several: bool = True) -> str:
-    """The same, where messages travel meanwhile."""
-    with many_rounds() as found:
-        said = make()
-    return said or ("" if found and all((count > 1) == several for count in found) else f"in {found} rounds")
-
-
 def fails_late() -> str:
-    """In the last round, when what was updated before is back already."""
+    """After its step, when what it has whole is updated already, in place."""
 
     def broken(update: Any) -> None:
         usual = update._on
 
-        def on(gradients: Any, parameters: Any, groups: Any) -> None:
-            usual(gradients, parameters, groups)
-            if RANK == 1 and groups is next(iter(update._orders.values()))[-1][1] and update.groups[0]["lr"] == 0.07:
+        def on(gradients: Any, parameters: Any) -> None:
+            usual(gradients, parameters)
+            if RANK == 1 and update.groups[0]["lr"] == 0.07:
                 raise ArithmeticError("broken")
 
         update._on = on
 
-    return fails(optim.Muon, "ArithmeticError: broken", OWNS, SEVERAL, broken)
+    return fails(optim.Muon, "ArithmeticError: broken", OWNS, broken)
 
 
-def fails(
-    kind: type[optim.Muon], failing: str, others: str, policy: Policy = EAGER, change: Callable[[Any], None] = id
-) -> str:
+def fails(kind: type[optim.Muon], failing: str, others: str, change: Callable[[Any], None] = id) -> str:
     model = Matrices()
     optimizer = kind(model.parameters(), lr=0.02)
-    sharded = compile_sharded(model, optimizer, loss=loss, policy=policy)
+    sharded = compile_sharded(model, optimizer, loss=loss, policy=EAGER)
     change(sharded._updates[0])
     sharded.step(part(next(batches(1))))
     before = {key: value.clone() for key, value in sharded.state.parameters.items()}
@@ -260,33 +221,22 @@ def main(result: str, folder: str) -> None:
         shard: differs(Policy(lower="eager", shard=shard), before=2 if shard == "zero2" else 0)  # type: ignore[arg-type]
         for shard in ("zero3", "zero2", "zero1", "ddp")[: 1 if WORLD == 3 else 4]
     }
-    found["in rounds"] = in_rounds(lambda: differs(SEVERAL))
     if WORLD == 2:
-        found["in one round"] = in_rounds(lambda: differs(EAGER), several=False)
         found["microbatches"] = differs(Policy(lower="eager"), halves=True)
         found["whole gradients added up"] = differs(Policy(lower="eager", accumulate="full"), halves=True)
     if WORLD % 2 == 0:
         mesh = init_device_mesh("cpu", (2, WORLD // 2), mesh_dim_names=("replicate", "shard"))
         found["replicas"] = differs(Policy(lower="eager"), mesh)
-        if WORLD > 2:
-            found["replicas, in rounds"] = in_rounds(lambda: differs(SEVERAL, mesh))
-    with many_rounds() as rounds:
-        # SOAP makes 0.06 of a last bit, in eager PyTorch too: only where sums are the same can it be compared.
-        for name in ("Shampoo", "AdaFactor", "Lamb", "LARS", *["SOAP"] * (WORLD == 2)):
-            found[name] = of_a_package(name, mesh if WORLD == 4 else None)
-    found["rounds of a package's"] = "" if set(rounds) == {1} else f"{rounds}"
+    # SOAP makes 0.06 of a last bit, in eager PyTorch too: only where sums are the same can it be compared.
+    for name in ("Shampoo", "AdaFactor", "Lamb", "LARS", *["SOAP"] * (WORLD == 2)):
+        found[name] = of_a_package(name, mesh if WORLD == 4 else None)
     found["a checkpoint"] = saved(Path(folder))
     if WORLD == 2:
         found["a loop of one's own"] = user_loop()
     if WORLD == 3:  # what is left shows no more than two ranks do
         return write(found, result)
     found["a failing owner"] = fails(Breaks, "ArithmeticError: broken", OWNS)
-    found["a failing owner, in rounds"] = in_rounds(
-        lambda: fails(Breaks, "ArithmeticError: broken", OWNS, SEVERAL)
-    )  # fmt: skip
-    counts = "RuntimeError: CountsLate runs in several calls of its step, so that messages travel meanwhile"
-    found["counts steps later"] = in_rounds(lambda: fails(CountsLate, counts, OWNS, SEVERAL)) if WORLD == 2 else ""
-    found["an owner that fails late"] = in_rounds(fails_late)
+    found["an owner that fails late"] = fails_late()
     keeps = "RankError: What Switches keeps in its groups and attributes is not the same on ranks 0 and 1"
     found["owners that count otherwise"] = fails(Switches, keeps, keeps)
     write(found, result)

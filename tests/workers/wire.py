@@ -18,6 +18,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from fsdp_compiled import Policy, Sharded, compile_sharded
 from fsdp_compiled.distributed.process_group import close
 from fsdp_compiled.ir.nodes import purpose_of
+from tests.launch import of_all
 from tests.toys import Batch, build, mse
 
 STEPS = 3
@@ -164,8 +165,7 @@ def compared(given: dict[str, Any], mesh: tuple[int, ...]) -> dict[str, Any]:
     def off(other: dict[str, torch.Tensor]) -> float:
         return max((whole[name] - one).abs().max().item() for name, one in other.items())
 
-    everyone = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, {name: one.tolist() for name, one in mine.items()})
+    everyone = of_all({name: one.tolist() for name, one in mine.items()})
     return {
         "off": off(expected),
         "size": max(one.abs().max().item() for one in expected.values()),

@@ -5,11 +5,14 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Mapping
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
 from fsdp_compiled.distributed.call_log import Calls
-from fsdp_compiled.distributed.lockstep import Exchange, Work, last_exchange, lockstep
+from fsdp_compiled.distributed.lockstep import Exchange, Work, lockstep
 from fsdp_compiled.distributed.mesh import Mesh
 from fsdp_compiled.runtime.checkpoint import dcp, loading, saving, writing
 from fsdp_compiled.runtime.checkpoint import folder as folders
@@ -60,7 +63,6 @@ class Checkpoints:
         self._plans = Plans()
         self._open: list[tuple[Saving, Image]] = []  # saves that run, or whose failure nobody was told
         self._count = 0
-        self._ranks: list[Any] = []  # as a `DeviceMesh`, once one was asked for
 
     def check(self) -> None:
         """Raises `SaveError`, once, if a checkpoint could not be written in the background."""
@@ -104,8 +106,7 @@ class Checkpoints:
         self._count += 1
         work = saving.prepare(wish, self._count, self._mesh, trained, extra, self._plans, begun)
         try:
-            divide, said = last_exchange(self._mesh, "What save writes", work)
-            save, own = divide(said)
+            save, own = lockstep(self._mesh, "What save writes", work)
         except BaseException:
             for aside in begun:
                 folders.abandon(aside)
@@ -143,14 +144,17 @@ class Checkpoints:
     def state_dict(self, trained: Trained) -> dcp.StateDict:
         """Collective at its first call, which makes a `DeviceMesh`."""
         wait_for_host_memory(trained.plan)
-        if not self._ranks:
-            self._ranks.append(dcp.device_mesh(self._mesh))
-        found = dcp.state_dict(trained, self._mesh, self._ranks[0])
+        found = dcp.state_dict(trained, self._mesh, self._ranks)
         if trained.updates:
             owned = self.run(trained, "What state_dict collects of owners", dcp.of_owners(trained))
             found["optim"]["state"] |= owned.pop("state")
             found |= owned
         return found
+
+    @cached_property
+    def _ranks(self) -> DeviceMesh | None:
+        """All ranks on one axis. Collective where it is made."""
+        return init_device_mesh(self._mesh.device.type, (self._mesh.world,)) if self._mesh.world > 1 else None
 
     def run(self, trained: Trained, what: str, work: Work[T]) -> T:
         """Runs the work; returns its result on this rank once every rank has come to its end. Collective."""

@@ -80,28 +80,16 @@ def whole_chunk(name: str, values: torch.Tensor) -> Chunk:
 
 @dataclass(frozen=True)
 class Piece:
-    """A chunk in a file, from byte ``start`` on. ``order``: its dims, slowest first; None: the tensor's order."""
+    """A chunk in a file, from byte ``start`` on."""
 
     offsets: Shape
     sizes: Shape
     file: str
     start: int
-    order: Shape | None = None
 
     @property
     def numel(self) -> int:
         return math.prod(self.sizes)
-
-    def shaped(self, values: torch.Tensor) -> torch.Tensor:
-        """``[numel]``, as they are in the file -> a view in the chunk's sizes."""
-        if self.order is None:
-            return values.view(self.sizes)
-        return in_dims(values, [self.sizes[dim] for dim in self.order], self.order)
-
-
-def in_dims(values: torch.Tensor, sizes: Sequence[int], order: Sequence[int]) -> torch.Tensor:
-    """``[numel]``, whose dims in memory have these sizes -> a view in the tensor's order of dims."""
-    return values.view(list(sizes)).permute([order.index(dim) for dim in range(len(order))])
 
 
 @dataclass
@@ -220,10 +208,11 @@ def chunks_of(name: str, leaf: Leaf, place: Place, start: int, values: torch.Ten
     """A parameter's elements from ``start`` on, in memory order, as chunks of the whole tensor. If the tp axis cuts the
     parameter, they are elements of this rank's part, without the zeros that may end it."""
     cut = leaf.tp.dim if leaf.split and leaf.tp is not None else None
+    back = [leaf.order.index(dim) for dim in range(len(leaf.shape))]
     for first, offsets, sizes in rectangles(leaf.shape, leaf.order, start, start + values.numel()):
         at = tuple(o + place.tp * leaf.shape[dim] * (dim == cut) for dim, o in enumerate(offsets))
-        numel = math.prod(sizes)
-        view = in_dims(values[first - start : first - start + numel], [sizes[dim] for dim in leaf.order], leaf.order)
+        flat = values[first - start : first - start + math.prod(sizes)]
+        view = flat.view([sizes[dim] for dim in leaf.order]).permute(back)
         inside = view[tuple(slice(max(size - o, 0)) for size, o in zip(leaf.whole_shape, at, strict=True))]
         if inside.numel():
             yield Chunk(name, at, inside, leaf.whole_shape)

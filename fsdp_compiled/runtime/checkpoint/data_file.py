@@ -14,6 +14,7 @@ import json
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from io import FileIO
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -219,7 +220,7 @@ class Reader:
             for block in blocks:
                 self._verified(file, block, memory)
 
-    def _verified(self, file: object, block: int, memory: memoryview) -> memoryview:
+    def _verified(self, file: FileIO, block: int, memory: memoryview) -> memoryview:
         """Reads the block into this memory and verifies it."""
         start = block * BLOCK
         held = memory[: min(BLOCK, self._size - start)]
@@ -232,10 +233,10 @@ class Reader:
         self.verified.add(block)
         return held
 
-    def _fill(self, file: object, start: int, into: memoryview) -> None:
-        file.seek(start)  # type: ignore[attr-defined]
+    def _fill(self, file: FileIO, start: int, into: memoryview) -> None:
+        file.seek(start)
         while into:
-            count = file.readinto(into)  # type: ignore[attr-defined]
+            count = file.readinto(into)
             if not count:
                 raise Corrupt(f"{self._path} ends too early. {self._lost(start, self._size)}")
             into = into[count:]

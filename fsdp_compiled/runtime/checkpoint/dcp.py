@@ -26,7 +26,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
 import torch
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from fsdp_compiled.distributed.lockstep import Exchange, Work
@@ -81,11 +81,6 @@ def _staged(value: Any, memo: dict[int, Any]) -> Any:
     shards = [shard.detach().to("cpu", copy=True) for shard in local.local_shards()]
     offsets = [tuple(one) for one in local.local_offsets()]
     return DTensor(LocalShardsWrapper(shards, offsets), value._spec, requires_grad=False)
-
-
-def device_mesh(mesh: Mesh) -> DeviceMesh | None:
-    """All ranks on one axis. Collective."""
-    return init_device_mesh(mesh.device.type, (mesh.world,)) if mesh.world > 1 else None
 
 
 def state_dict(trained: Trained, mesh: Mesh, ranks: DeviceMesh | None) -> StateDict:

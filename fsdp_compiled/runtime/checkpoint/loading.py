@@ -102,7 +102,7 @@ def _read_file(reader: Reader, copies: Sequence[Copy]) -> None:
     turned: Pairs = []  # parts whose order in the file is not that of here
     for to, piece, common in copies:
         held = torch.empty(piece.numel, dtype=to.dtype)  # only what is read takes memory of it
-        source = _between(piece.shaped(held), piece.offsets, *common)
+        source = _between(held.view(piece.sizes), piece.offsets, *common)
         begin = source.storage_offset()
         end = begin + 1 + sum((size - 1) * stride for size, stride in zip(source.shape, source.stride(), strict=True))
         alike = to.is_contiguous() and source.is_contiguous()
@@ -152,8 +152,6 @@ def check_headers(folder: Path, manifest: Manifest, names: Iterable[str]) -> Non
     said: dict[str, dict[str, Any]] = {name: {} for name in names}
     for name, entry in manifest.tensors.items():
         for piece in entry.pieces:
-            if piece.order is not None:
-                return  # an older version, whose headers have another form
             if piece.file in said and piece.numel:
                 dtype, sizes = stored(entry.dtype, piece.sizes)
                 end = piece.start + piece.numel * entry.dtype.itemsize

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from fsdp_compiled.runtime.checkpoint import data_file
-from fsdp_compiled.runtime.checkpoint.chunks import Entry, Piece, overlap, rectangles
+from fsdp_compiled.runtime.checkpoint.chunks import Entry, Piece, overlap
 from fsdp_compiled.runtime.checkpoint.data_file import DTYPES, Corrupt
 from fsdp_compiled.runtime.checkpoint.values import tensor_names
 
@@ -56,7 +56,7 @@ def wrong_in(manifest: Manifest) -> Iterator[str]:
 
 
 NAME = "manifest.json"
-VERSION = 3  # `of_version_2` reads older ones
+VERSION = 3
 HEAD = re.compile(rb'\{"format": "fsdp_compiled checkpoint", "version": (\d+), "sha256": "([0-9a-f]{64})", "content": ')
 TAIL = b"}\n"
 
@@ -173,17 +173,16 @@ def read(folder: Path) -> Manifest:
     match = HEAD.match(text)
     if match is None:
         raise Corrupt(f"{path} does not begin as a manifest of this package does: it is foreign or damaged. {other}")
-    if not 1 <= (version := int(match[1])) <= VERSION:
+    if (version := int(match[1])) != VERSION:
         raise Corrupt(
-            f"{path} has version {version}, and this package reads up to {VERSION}: it was written by a "
-            f"{'newer' if version > VERSION else 'different'} one, or is damaged. Install the one that wrote it."
+            f"{path} has version {version}, and this package reads {VERSION}: it was written by "
+            f"{'a newer' if version > VERSION else 'an older'} one, or is damaged. Install the one that wrote it."
         )
     body = text[match.end() : -len(TAIL)]
     if not text.endswith(TAIL) or hashlib.sha256(body).hexdigest().encode() != match[2]:
         raise Corrupt(f"{path} is damaged: it is not what its own checksum says. {other}")
     with refusing_edited(path, ValueError):
-        content = json.loads(body)
-        found = parse(content if version == VERSION else of_version_2(content))
+        found = parse(json.loads(body))
         wrong = next(wrong_in(found), None)
     if wrong is not None:
         raise edited(path, wrong)
@@ -214,8 +213,8 @@ def parse(content: dict[str, Any]) -> Manifest:
             tuple(one["shape"]),
             getattr(torch, one["dtype"]),
             [
-                Piece(tuple(offsets), tuple(sizes), files[file].name, start, *map(tuple, order))
-                for offsets, sizes, file, start, *order in one["pieces"]
+                Piece(tuple(offsets), tuple(sizes), files[file].name, start)
+                for offsets, sizes, file, start in one["pieces"]
             ],
         )
         for name, one in content["tensors"].items()
@@ -224,27 +223,3 @@ def parse(content: dict[str, Any]) -> Manifest:
         content["step"], content["world"], tensors, content["values"], content["aliases"],
         {file.name: file for file in files}, content["written_by"], content["rows"],
     )  # fmt: skip
-
-
-def of_version_2(content: dict[str, Any]) -> dict[str, Any]:
-    """Content of versions 1 and 2, in this version's form. They had elements ``[start, stop)`` of a tensor in memory
-    order, or of one of equal parts along a dim, where zeros may end the last part."""
-    content.setdefault("rows", list(range(content["world"])))
-    for one in content["tensors"].values():
-        shape, size = one["shape"], getattr(torch, one["dtype"]).itemsize
-        order = one.get("order", list(range(len(shape))))
-        pieces = []
-        for start, stop, file, offset, *cut in one["pieces"]:
-            dim, part, parts = cut or (None, 0, 1)
-            own = [-(-length // parts) if at == dim else length for at, length in enumerate(shape)]
-            begin = [part * length if at == dim else 0 for at, length in enumerate(own)]
-            for first, offsets, sizes in rectangles(own, order, start, stop):
-                at = [o + b for o, b in zip(offsets, begin, strict=True)]
-                if all(o < length for o, length in zip(at, shape, strict=True)):
-                    pieces.append([at, sizes, file, offset + (first - start) * size, order])
-        one["pieces"] = pieces
-    random = content["values"].get("random", {})
-    for tree in [random["same"]] if "same" in random else random.get("by_rank", []):
-        for name in {"python", "numpy"} & {*tree}:
-            tree[name] = {"$tuple": list(tree[name].values())}
-    return content

@@ -1,10 +1,10 @@
 """What all ranks do together to save: agree, divide the work, and copy; the rest goes on in the background.
 
-every rank   values and their digests -+- exchange ->  who writes which value  ->  copy into the image  ->  thread
-rank 0       the folder aside         -+
+every rank   values and their digests -+- exchange ->  who writes what -+- all can ->  copy into the image  ->  thread
+rank 0       the folder aside         -+                                -+
 
-Ranks meet once. What each does after that follows from what all have said, so that it is refused on all ranks or on
-none. A rank that cannot copy all the same says so in place of what it has written.
+What each does follows from what all have said. Before they copy they meet again: a save is refused on all ranks or on
+none. A rank that then cannot copy says so in place of what it has written.
 
     chunks and values  ->  names and offsets in files (`Plans`)  ->  one copy into the image (`fill`)  ->  files
 
@@ -15,14 +15,14 @@ optimizer's rules, the other ranks that hold the same elements, and the shards' 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from fsdp_compiled.distributed.lockstep import Exchange, Last, Work
+from fsdp_compiled.distributed.lockstep import Exchange, Work
 from fsdp_compiled.distributed.mesh import Mesh
 from fsdp_compiled.runtime.checkpoint import folder as folders
 from fsdp_compiled.runtime.checkpoint.chunks import (
@@ -103,13 +103,10 @@ class Written:
     entries: Mapping[str, Entry]
 
 
-Divide = Callable[[list[Any]], tuple[Save, Written]]
-
-
 def prepare(
     wish: Wish, number: int, mesh: Mesh, trained: Trained, extra: Mapping[str, Any], plans: Plans, begun: list[Path]
-) -> Work[Last]:
-    """Returns this rank's last message, and a function that divides the work by all ranks' messages.
+) -> Work[tuple[Save, Written]]:
+    """Divides the work as all ranks do; returns which parts of which files this rank writes. For `lockstep`.
 
     ``begun``: receives the folder that rank 0 made, which has to go if a rank fails.
     """
@@ -125,22 +122,17 @@ def prepare(
     digests = {
         name: f"{digest(tree, found)}{f' of {row_of(mesh)}' if name in dealt else ''}" for name, tree in values.items()
     }
-
-    def divide(said: list[Any]) -> tuple[Save, Written]:
-        """Divides the work as all ranks do; returns which parts of which files this rank writes."""
-        aside = said[0][0]
-        rows = [row for _, _, row, _ in said]
-        writers = _writers([digests for *_, digests in said], rows)
-        plans.find(trained, Holders(mesh.rank, [place for _, place, *_ in said]))
-        trees, beside, entries = _own_values(mesh.rank, writers, values, found)
-        files = plans.arrange(beside, mesh.rank, mesh.world)
-        written_by = {"torch": str(torch.__version__), "shard": trained.plan.policy.shard, "id": aside.name}
-        head = Manifest(wish.step, mesh.world, plans.entries, {}, aliases(trained.plan), {}, written_by, rows)
-        save = Save(number, aside, wish.keep, wish.replace, head, writers)
-        return save, Written(files, trees, beside, entries)
-
-    return Last(divide, Exchange("what they save", (aside, place_of(mesh), row_of(mesh), digests)))
-    yield  # no stage of its own: what fails here is told in the last exchange
+    said = yield Exchange("what they save", (aside, place_of(mesh), row_of(mesh), digests))
+    folder: Path = said[0][0]
+    rows = [row for _, _, row, _ in said]
+    writers = _writers([digests for *_, digests in said], rows)
+    plans.find(trained, Holders(mesh.rank, [place for _, place, *_ in said]))
+    trees, beside, entries = _own_values(mesh.rank, writers, values, found)
+    files = plans.arrange(beside, mesh.rank, mesh.world)
+    written_by = {"torch": str(torch.__version__), "shard": trained.plan.policy.shard, "id": folder.name}
+    head = Manifest(wish.step, mesh.world, plans.entries, {}, aliases(trained.plan), {}, written_by, rows)
+    save = Save(number, folder, wish.keep, wish.replace, head, writers)
+    return save, Written(files, trees, beside, entries)
 
 
 def row_of(mesh: Mesh) -> int:

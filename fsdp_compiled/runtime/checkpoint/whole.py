@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -11,13 +11,14 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from fsdp_compiled.capture.model_tensors import named_parameters
 from fsdp_compiled.distributed.lockstep import Exchange, Work
-from fsdp_compiled.distributed.mesh import Mesh, broadcast
+from fsdp_compiled.distributed.mesh import Mesh, broadcast, gather_parts, gather_shards
 from fsdp_compiled.optim.rule import Rule, StateTensor, rule_for
 from fsdp_compiled.plan.leaf import Leaf
-from fsdp_compiled.plan.plan import Buffer
+from fsdp_compiled.plan.plan import Buffer, Plan
 from fsdp_compiled.runtime.checkpoint import owned_state
-from fsdp_compiled.runtime.checkpoint.chunks import Chunk, Entry, whole_chunk
+from fsdp_compiled.runtime.checkpoint.chunks import Chunk, Entry, per_element, whole_chunk
 from fsdp_compiled.runtime.checkpoint.chunks import tensors as every_tensor
 from fsdp_compiled.runtime.checkpoint.contents import Trained, numbers_of, options
 from fsdp_compiled.runtime.checkpoint.dcp import held_by_name, optimizer_values
@@ -25,9 +26,11 @@ from fsdp_compiled.runtime.checkpoint.loading import Pairs, chosen_values, prepa
 from fsdp_compiled.runtime.checkpoint.manifest import Manifest
 from fsdp_compiled.runtime.checkpoint.matching import FITS, Match, match_optimizer, refusal, taken_over
 from fsdp_compiled.runtime.checkpoint.values import tensor_names
-from fsdp_compiled.runtime.full_state_dict import collected
 from fsdp_compiled.runtime.managed_model import holding
 from fsdp_compiled.runtime.param_step_counts import names_of
+from fsdp_compiled.runtime.shard_model import read_slot
+from fsdp_compiled.runtime.state import wait_for_host_memory
+from fsdp_compiled.runtime.tensor_parallel.parts import whole_value
 
 log = logging.getLogger("fsdp_compiled")
 
@@ -184,6 +187,55 @@ def _loses(there: torch.dtype, here: torch.dtype) -> bool:
     return (there.is_floating_point, there.is_complex) != (here.is_floating_point, here.is_complex)
 
 
+def collected(own: torch.Tensor, buffer: Buffer, cut: bool, what: str, mesh: Mesh) -> Work[dict[str, torch.Tensor]]:
+    """``[numel / shard]`` on each rank (all of it if not ``cut``) -> copies on rank 0's CPU, by parameter name.
+
+    Other ranks get an empty dictionary. Runs in stages, as `lockstep` expects, each named by ``what``.
+    """
+    if cut:
+        yield what
+    full = gather_shards(own, mesh) if cut else own
+    if buffer.split:
+        yield f"{what}, over tp"
+    parts = gather_parts(full, mesh) if buffer.split else [full]
+    if mesh.rank != 0:
+        return {}
+    return {
+        slot.name: whole_value([read_slot(part, slot) for part in parts], slot.leaf).detach().cpu().clone()
+        for slot in buffer.slots
+    }
+
+
+def full_state_dict(
+    model: nn.Module,
+    plan: Plan,
+    mesh: Mesh,
+    shards: Mapping[str, torch.Tensor],
+    buffers: Mapping[str, torch.Tensor],
+) -> Work[dict[str, Any]]:
+    """The ordinary ``model.state_dict()``, on rank 0 and on the CPU; an empty dictionary elsewhere.
+
+    Runs in stages, for `lockstep`: if one rank fails, for example in a hook of the model on rank 0, every rank raises
+    an error. Nothing is changed.
+    """
+    wait_for_host_memory(plan)
+    whole: dict[str, torch.Tensor] = {}
+    for buffer in plan.buffers:
+        own = shards[buffer.key].to(plan.device)
+        found = yield from collected(own, buffer, plan.placement.parameter, buffer.key, mesh)
+        for slot in buffer.slots if found else ():
+            whole |= dict.fromkeys(slot.leaf.names, found[slot.name])
+        del own
+    if mesh.rank != 0:
+        return {}
+    instead: dict[int, torch.Tensor] = {
+        id(old): nn.Parameter(whole[name], old.requires_grad) for name, old in named_parameters(model)
+    }
+    instead |= {id(old): buffers[name].detach().cpu().clone() for name, old in model.named_buffers()}
+    with holding(model, instead):
+        return model.state_dict()
+
+
 def optimizer_state_dict(trained: Trained, mesh: Mesh) -> Work[dict[str, Any]]:
     """``optimizer.state_dict()`` as torch.optim has it, on rank 0 and on the CPU; empty elsewhere."""
     optimizer = trained.optimizer
@@ -191,13 +243,14 @@ def optimizer_state_dict(trained: Trained, mesh: Mesh) -> Work[dict[str, Any]]:
     _refuse_containers(trained.rules)
     indices = _indices(optimizer)
     state: dict[Any, Any] = {}
-    for buffer, entry in _per_element(trained):
-        own = trained.state.optimizer[f"{buffer.key}.{entry.name}"].to(trained.plan.device)
-        what = f"{entry.name} of {buffer.key}"
-        values = yield from collected(own, buffer, trained.plan.placement.state, what, mesh)
-        for name, value in values.items():
-            state.setdefault(indices[name], {})[entry.name] = value
-        del own
+    for buffer in trained.plan.buffers:
+        for key in per_element(buffer, trained.rules):
+            own = trained.state.optimizer[f"{buffer.key}.{key}"].to(trained.plan.device)
+            what = f"{key} of {buffer.key}"
+            values = yield from collected(own, buffer, trained.plan.placement.state, what, mesh)
+            for name, value in values.items():
+                state.setdefault(indices[name], {})[key] = value
+            del own
     owned = yield from owned_state.from_owners(trained, mesh)
     if mesh.rank != 0:
         return {}
@@ -243,15 +296,6 @@ def _refuse_containers(rules: Sequence[Rule]) -> None:
                     f"{rule.name} keeps {entry.container} in a container of its own, which is not put together here. "
                     "Use sharded.save and sharded.load."
                 )
-
-
-def _per_element(trained: Trained) -> Iterator[tuple[Buffer, StateTensor]]:
-    for buffer in trained.plan.buffers:
-        if buffer.updated:
-            assert buffer.group is not None
-            for entry in rule_for(trained.rules, buffer.group).state:
-                if not entry.scalar:
-                    yield buffer, entry
 
 
 def load_optimizer(given: Mapping[str, Any], trained: Trained, mesh: Mesh) -> Work[Callable[[], None]]:

@@ -16,9 +16,11 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+
+import torch.distributed as dist
 
 from fsdp_compiled.distributed import watchdog
 from fsdp_compiled.distributed.call_store import Board, Row
@@ -68,33 +70,31 @@ class Saving(Future[Path]):
 
 @dataclass
 class Posts:
-    """What ranks say of one save, on the store; in a world of one, to itself."""
+    """What ranks say of one save, on the store."""
 
-    board: Board | None
+    board: Board
     number: int
-    _own: dict[str, str] = field(default_factory=dict)
 
     def set(self, key: str, text: str) -> None:
-        if self.board is None:
-            self._own[key] = text
-        else:
-            self.board.set(f"save/{self.number}/{key}", text)
+        self.board.set(f"save/{self.number}/{key}", text)
 
     def get(self, key: str) -> str | None:
-        return self._own.get(key) if self.board is None else self.board.get(f"save/{self.number}/{key}")
+        return self.board.get(f"save/{self.number}/{key}")
 
     def forget(self, key: str) -> None:
-        if self.board is not None:
-            self.board.forget(f"save/{self.number}/{key}")
+        self.board.forget(f"save/{self.number}/{key}")
 
 
 Copied = Sequence[memoryview] | Exception  # by file, its bytes; or why there are none
 
 
 def start(save: Save, own: Written, copied: Copied, rank: int, board: Board | None, after: Saving | None) -> Saving:
-    """Writes in a thread that Python waits for at its end. The thread first waits for ``after``, if one is given."""
+    """Writes in a thread that Python waits for at its end. The thread first waits for ``after``, if one is given.
+
+    ``board``: where ranks post; None in a world of one, which posts to itself.
+    """
     future = Saving(save)
-    posts = Posts(board, save.number)
+    posts = Posts(board or Board(dist.HashStore(), 0, 1), save.number)
     threading.Thread(
         target=_run, args=(save, own, copied, rank, posts, future, after), name=f"checkpoint of step {save.head.step}",
         daemon=False,
@@ -238,7 +238,7 @@ def _read_end(save: Save, reason: str) -> str:
 class Life:
     """Whether a rank's process still gives signs of life (`watchdog`)."""
 
-    def __init__(self, board: Board | None, rank: int) -> None:
+    def __init__(self, board: Board, rank: int) -> None:
         self._board, self._rank = board, rank
         self._pulse: Row | None = None
         self._since = self._looked = time.monotonic()
@@ -246,7 +246,7 @@ class Life:
     def lost(self) -> bool:
         """Looks once in `LOOK` seconds. Once ranks have failed, less silence is enough."""
         now = time.monotonic()
-        if self._board is None or now - self._looked < LOOK:
+        if now - self._looked < LOOK:
             return False
         self._looked = now
         pulse = self._board.row(self._rank)

@@ -23,20 +23,25 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, UnshardHandle
 from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
 from torch.distributed.tensor import DTensor, Shard
-from torch.nn.parameter import UninitializedParameter
 
 from fsdp_compiled.capture.side_effects import inside
 from fsdp_compiled.distributed.device_mesh import device_mesh_of_all, place_in, tp_beside
 from fsdp_compiled.distributed.mesh import Mesh
 from fsdp_compiled.lower.inductor import lowered
-from fsdp_compiled.plan.leaf import check_class, check_gradient, check_modules
+from fsdp_compiled.plan.leaf import check_class, check_modules, check_parameter
 from fsdp_compiled.policy import Policy
 from fsdp_compiled.runtime.autograd_hooks import hook_on
 from fsdp_compiled.runtime.fsdp.extended_parameter import check_extended, extends
 from fsdp_compiled.runtime.fsdp.module_class import FSDPModule, give_class, register_fsdp_forward_method
 from fsdp_compiled.runtime.fsdp.module_state import ModuleState, lay_out, state_of
 from fsdp_compiled.runtime.fsdp.parameter_group import ENTRY, Entry, Holder, ParameterGroup, check_divided
-from fsdp_compiled.runtime.tensor_parallel.parts import check_even, check_policy, check_ties, tensor_parallel
+from fsdp_compiled.runtime.tensor_parallel.parts import (
+    check_buffers,
+    check_even,
+    check_policy,
+    check_ties,
+    tensor_parallel,
+)
 
 # The fields of `Policy` that a loop of the user's decides by itself, each with the place where it does.
 ELSEWHERE = {
@@ -209,12 +214,7 @@ def _check_tp(place: Mesh, policy: Policy | None, modules: Sequence[nn.Module]) 
         return
     for module in modules:
         check_ties(module, place)
-        for name, buffer in module.named_buffers():
-            if isinstance(buffer, DTensor):
-                raise ValueError(
-                    f"The buffer {name} is a DTensor, which is not supported yet: leave its module out of the plan, or "
-                    "register its local part, buffer.to_local()."
-                )
+        check_buffers(module)
 
 
 def _check_precision(precision: MixedPrecisionPolicy) -> None:
@@ -295,12 +295,10 @@ def _check_parameter(holders: Sequence[Holder]) -> None:
     module, name = holders[0]
     parameter = module._parameters[name]
     where = f"{type(module).__name__}.{name}"
-    if isinstance(parameter, UninitializedParameter):
-        raise ValueError(f"{where} has no shape yet: call the model once on an example batch, then fully_shard.")
     assert parameter is not None
+    check_parameter(where, parameter, "fully_shard")
     if not extends(parameter):
         check_class(where, parameter)
-    check_gradient(where, parameter)
     if isinstance(parameter, DTensor) and parameter.dim():
         check_even(where, tensor_parallel(where, parameter))  # which refuses what is neither cut nor whole
     if parameter.dim() == 0:
@@ -310,8 +308,6 @@ def _check_parameter(holders: Sequence[Holder]) -> None:
             f"fully_shard does not support non-contiguous parameters: {where} has shape {list(parameter.shape)} and "
             f"strides {parameter.stride()}. Make it contiguous: parameter.data = parameter.data.contiguous()."
         )
-    if parameter.is_complex():
-        raise ValueError(f"{where} is complex; store it as real numbers (torch.view_as_real), which can be sharded.")
     if (kind := hook_on(parameter)) is not None:
         raise ValueError(
             f"{where} has a hook ({kind}), which the sharded parameter that takes its place would not have. "

@@ -13,12 +13,7 @@ Arguments that do not fit (different placements at the same place, partial sums,
 take DTensor's way. Lists stay lists: over one flat tensor, a kernel's vector loops would end in other places, which
 changes the last bits of an update. DTensor runs foreach operators as fast by itself.
 
-Hooks on all optimizers do this, and also count an update as a write, as long as there are models of `fully_shard`, or
-backwards through them to come. The hooks are removed after the last model: they would cost each step of every optimizer
-a call, and a step of `compile_sharded` five.
-
-All entries of parameters share one mark. When the mark dies, the next caller outside of a step removes the hooks; they
-are not removed at once, as garbage collection may run while an optimizer iterates over them.
+Hooks on all optimizers do this, and also count an update as a write, from the first model of `fully_shard` on.
 """
 
 from __future__ import annotations
@@ -144,36 +139,13 @@ def _usual(operator: Any, args: tuple[Any, ...], named: Mapping[str, Any]) -> An
 OURS = "_fsdp_compiled_sharded"  # the attribute that marks parameters of `fully_shard`
 
 
-class Mark:
-    """An object that lives as long as the hooks are needed."""
-
-
-_living: list[weakref.ref[Mark]] = []
-_handles: list[Any] = []
-idle: list[bool] = []  # not empty: there are hooks that nobody needs
-
-
-def mark() -> Mark:
-    """Returns the mark, which the caller holds as long as it needs the hooks; registers the hooks if there are none."""
-    known = _living[0]() if _living else None
-    if known is None:
-        known = Mark()
-        _living[:] = [weakref.ref(known, lambda _: idle.append(True))]
-        if not _handles:
-            _handles.append(register_optimizer_step_post_hook(_count_updates))
-            _handles.append(register_optimizer_step_pre_hook(_begin))
-            _handles.append(register_optimizer_step_post_hook(_end))
-    return known
-
-
-def remove_idle() -> None:
-    """Removes the hooks, unless there are models again. Called outside of an optimizer's step."""
-    idle.clear()
-    if _living and _living[0]() is None:
-        for handle in _handles:
-            handle.remove()
-        _handles.clear()
-        _living.clear()
+@cache
+def register_hooks() -> None:
+    """Registers hooks on all optimizers' steps, for the rest of the process. They do nothing for one that holds no
+    parameter of `fully_shard`."""
+    register_optimizer_step_post_hook(_count_updates)
+    register_optimizer_step_pre_hook(_begin)
+    register_optimizer_step_post_hook(_end)
 
 
 def _count_updates(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
@@ -181,6 +153,8 @@ def _count_updates(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
 
     So a backward raises an error if it would read weights that were updated since its forward, as for plain tensors.
     """
+    if torch.compiler.is_compiling():
+        return
     increment_version(
         [
             parameter

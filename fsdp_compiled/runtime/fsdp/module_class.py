@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import Any, NoReturn
 
@@ -23,8 +23,7 @@ from torch.distributed.fsdp import UnshardHandle
 
 from fsdp_compiled.capture.fake_inputs import cast
 from fsdp_compiled.plan.plan import Division
-from fsdp_compiled.runtime.fsdp.gathered_module import gathered
-from fsdp_compiled.runtime.fsdp.module_call import ModuleCall
+from fsdp_compiled.runtime.fsdp.module_call import ModuleCall, shared_calls
 from fsdp_compiled.runtime.fsdp.module_state import ModuleState, lay_out, state_of, states_in, traced, tracing
 from fsdp_compiled.runtime.fsdp.opened_arguments import check_unchanged, opened
 from fsdp_compiled.runtime.fsdp.parameter_group import ParameterGroup
@@ -86,7 +85,8 @@ class FSDPModule(TorchFSDPModule):
         """Registers the sharded parameters with the module again. Not recursive."""
         _state(self).group.reshard()
 
-    def gathered(self) -> AbstractContextManager[Any]:
+    @contextmanager
+    def gathered(self) -> Iterator[Any]:
         """Gathers all parameters once for many calls: ``with model.gathered(): model.generate(...)``.
 
         Inside, without gradients, the model, its parts and methods run their own code, not compiled and with no
@@ -94,7 +94,37 @@ class FSDPModule(TorchFSDPModule):
         after the optimizer's step. Each rank holds the whole model meanwhile. Collective at its beginning. FSDP2 has
         nothing of the kind but `unshard`, module by module.
         """
-        return gathered(self)
+        name = type(self).__name__
+        states = states_in(self)
+        groups = list(dict.fromkeys(state.group for state in states))
+        calls = shared_calls(groups[0].mesh)
+        with calls.refusing():
+            if any(state.gathered is not None for state in states):
+                raise RuntimeError(f"gathered() was called on this {name}, or a part of it, inside of gathered().")
+            before = [group.version for group in groups]
+            for group in groups:
+                group.reshard()
+                group.follow()
+                if any(flat.tensor.is_meta for flat in group.flats):
+                    raise ValueError(
+                        f"Parameters of this {name} are on the meta device: call to_empty before gathered()."
+                    )
+            if [group.version for group in groups] != before:
+                lay_out(self)
+        failed = True
+        try:
+            with calls.meeting(f"gathered {name}"):
+                for group in groups:
+                    group.unshard()
+            now = [flat.written for group in groups for flat in group.flats]
+            for state in states:
+                state.gathered = lambda: _check_gathered(name, groups, now)
+            with torch.no_grad():
+                yield self
+            failed = False
+        finally:
+            with suppress(RuntimeError) if failed else calls.refusing():
+                _release_gathered(states, groups)
 
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
         """Whether backward reduces gradients. If not, each rank adds up its own until a backward that does."""
@@ -161,9 +191,9 @@ class FSDPModule(TorchFSDPModule):
         _divide(_state(self).group, replace(_state(self).group.division, sums=bool(enable)))
 
     def set_reduce_scatter_unused_params(self, reduce_scatter_unused_params: bool, *, recurse: bool = True) -> None:
-        """Whether a parameter that forward gathers and backward does not reach gets a gradient of zeros, which counts
-        in the mean over ranks. Then the batches of different ranks may reach different parameters of a module. If not,
-        such batches raise `RankError` on all ranks."""
+        """Whether a parameter that a forward has gathered, and backward does not reach, gets a gradient of zeros, which
+        counts in the mean over ranks. Then the batches of different ranks may reach different parameters of a module.
+        If not, such batches raise `RankError` on all ranks."""
         for state in _states(self, recurse):
             state.group.pads = bool(reduce_scatter_unused_params)
 
@@ -209,6 +239,34 @@ class FSDPModule(TorchFSDPModule):
         group.follow()
         lay_out(self)
         return result
+
+
+def _check_gathered(name: str, groups: list[ParameterGroup], before: list[tuple[int, ...]]) -> None:
+    """Raises ``RuntimeError`` for a call with gradients, or after parameters were resharded, moved or written."""
+    if torch.is_grad_enabled():
+        raise RuntimeError(
+            f"{name} was called with gradients inside of gathered(), where nothing is trained. Train outside of it."
+        )
+    if any(not group.unsharded for group in groups if group.flats):
+        raise RuntimeError(f"Parameters of {name} were resharded or moved inside of gathered(). Do so outside of it.")
+    if [flat.written for group in groups for flat in group.flats] != before:
+        raise RuntimeError(
+            f"Parameters of {name} were written since they were gathered, as optimizer.step() does: this call would "
+            "compute with the old ones. End the block before, and begin another after it."
+        )
+
+
+def _release_gathered(states: list[ModuleState], groups: list[ParameterGroup]) -> None:
+    for state in states:
+        state.gathered = None
+    errors: list[RuntimeError] = []
+    for group in groups:
+        try:
+            group.reshard()
+        except RuntimeError as error:
+            errors.append(error)
+    if errors:
+        raise errors[0]
 
 
 def _divide(group: ParameterGroup, division: Division) -> None:

@@ -7,8 +7,8 @@ describes them. A plan is valid as long as the module has these parameters and t
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -34,18 +34,6 @@ from fsdp_compiled.runtime.programs.compile import Compiled
 from fsdp_compiled.runtime.programs.program_cache import Programs
 from fsdp_compiled.runtime.programs.program_maker import ProgramMaker
 from fsdp_compiled.runtime.rng import LoopRandom
-
-
-class Opened:
-    """The model, ready to be traced. During a trace, other tensors take the place of its parameters."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self.model = model
-
-    @contextmanager
-    def open(self) -> Iterator[nn.Module]:
-        with traced():
-            yield self.model
 
 
 @dataclass
@@ -110,10 +98,6 @@ class ModulePlan:
     trained: str
     random: LoopRandom | None  # only where there is a tp axis
     extended: Mapping[str, Extended] = field(default_factory=dict)  # by each of the parameter's names
-    # The parameters that a backward misses, by the flat shards it reduces and the parameters it reaches.
-    missed: dict[tuple[tuple[FlatShard, ...], Collection[str]], list[tuple[FlatShard, Entry]]] = field(
-        default_factory=dict
-    )
 
     def drawing(self, compiled: Compiled) -> AbstractContextManager[None]:
         """The context for running a program, which sets the random state if the program draws random numbers."""
@@ -125,6 +109,11 @@ class ModulePlan:
     def current(self) -> bool:
         """Whether the parameters still lie in these flat shards."""
         return all(row.current for row in self.rows.values())
+
+    @property
+    def waits(self) -> bool:
+        """Whether gradients of its parameters are held back for a later backward."""
+        return any(row.waits for row in self.rows.values()) or any(one.waits for one in self.extended.values())
 
     @cached_property
     def flats(self) -> dict[str, FlatShard]:
@@ -181,7 +170,7 @@ def make(
     }
     said, note = _trained(plan, {**plain, **{name: one.entry.parameter for name, one in extended.items()}})
     maker = ProgramMaker(
-        Opened(module), None, plan, mesh, calls, random.bound if random is not None else None, called=function,
+        module, traced, None, plan, mesh, calls, random.bound if random is not None else None, called=function,
         plain=lent.plain,
     )  # fmt: skip
     programs = Programs(maker, (), note)

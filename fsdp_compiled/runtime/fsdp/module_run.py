@@ -10,9 +10,9 @@ A run uses the parameters that were there when it was made: they may be frozen, 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from functools import cached_property, partial
+from functools import partial
 from typing import Any
 
 import torch
@@ -29,7 +29,7 @@ from fsdp_compiled.runtime.autograd_hooks import hook_on
 from fsdp_compiled.runtime.fsdp.extended_parameter import Extended
 from fsdp_compiled.runtime.fsdp.gradients import leave, mean_of, parts, reductions
 from fsdp_compiled.runtime.fsdp.module_plan import ModulePlan
-from fsdp_compiled.runtime.fsdp.parameter_group import Entry, FlatShard, ParameterGroup
+from fsdp_compiled.runtime.fsdp.parameter_group import Entry, FlatShard
 from fsdp_compiled.runtime.fsdp.verified_call import Verified
 from fsdp_compiled.runtime.programs.compile import Compiled
 from fsdp_compiled.runtime.programs.failed_calls import SAME_BATCHES
@@ -60,8 +60,9 @@ def run_program(
         calls.returned()
 
 
-# A buffer's key, its flat shard, a reduced gradient, the parameters that get it, and where the shard begins in it.
-Reduced = tuple[str, FlatShard, torch.Tensor, list[Entry], int]
+# A plan, its buffer and a flat shard; a reduced gradient, the parameters that get it, where the shard begins in it.
+Reduced = tuple[ModulePlan, Buffer, FlatShard, torch.Tensor, list[Entry], int]
+Waiting = tuple[ModulePlan, Buffer, list[FlatShard]]
 
 
 class Run:
@@ -109,6 +110,9 @@ class Run:
     def apply(self) -> Sequence[torch.Tensor]:
         """Runs forward. Returns its results, for autograd to differentiate."""
         given, self.given = self.given, ()
+        for group in self.made.groups:
+            if group.pads and not group.gathered:
+                group.gathered = any(self.made.names[entry] in self.training.gathered for entry in group.entries)
         return _Function.apply(self, torch.zeros((), requires_grad=True), *given)
 
     def verify(
@@ -148,61 +152,82 @@ class Run:
             if everything:
                 self._check_hooks(reached)
         training = compiled.training
+        waiting, others = self._waiting() if everything else ([], [])
         aside = everything and not all(group.synchronise and group.all_reduces for group in made.groups)
-        if everything and not aside:
-            aside = any(made.rows[one.key].waits for one in made.plan.buffers if one.unit in training.units)
-            aside = aside or any(one.waits for one in made.extended.values())
+        aside = aside or bool(waiting or others) or (everything and made.waits)
         quiet = everything and not any(group.synchronise for group in made.groups)
         label = f"backward of {compiled.label}" + " without synchronisation" * quiet
         if not aside:
             backward = training.backward
             flats = tuple(flat for key in backward.gradients for flat in made.rows[key].flats)
-            missed = self._missed(flats, reached)
+            missed = self._missed([(made, flats)], reached)
             self.calls.begin(label, backward.wire, missed)
             found: dict[Entry, DTensor] = {}
             outputs = run_program(partial(self._run, backward, kept, reached, everything, found), self.calls)
             self.calls.reached(missed)
             for key, place in backward.gradients.items():
                 for flat, start in reversed(made.rows[key].starts):
-                    found |= self._parts(key, flat, outputs[place], self._wanted(flat, reached), start)
+                    buffer, wanted = made.plan.buffer(key), self._wanted(flat, reached)
+                    found |= self._parts(made, buffer, flat, outputs[place], wanted, start)
             found |= self._zeros(flats)
             return found, {name: outputs[place] for name, place in backward.others.items()}
         with self.calls.refusing():
             whole = made.programs.maker.whole(compiled)
-        reduced: dict[Buffer, list[FlatShard]] = {}
+        reduced: list[Waiting] = []
         for buffer in reversed(made.plan.buffers):  # in backward's order, for hooks
-            flats_of = [flat for flat in made.rows[buffer.key].flats if self._group(flat).synchronise]
-            has = buffer.key in whole.gradients or any(flat.held is not None for flat in flats_of)
-            if flats_of and has and buffer.unit in training.units:
-                reduced[buffer] = flats_of
-        flats = tuple(flat for own in reduced.values() for flat in own)
-        held = {made.names[entry] for flat in flats for entry in flat.held_of}
-        missed = self._missed(flats, frozenset({*reached, *held}))
+            flats_of = [flat for flat in made.rows[buffer.key].flats if flat.group.synchronise]
+            if flats_of and (buffer.key in whole.gradients or any(flat.held is not None for flat in flats_of)):
+                reduced.append((made, buffer, flats_of))
+        reduced += waiting
+        missed = self._missed([(of, own) for of, _, own in reduced], reached)
         sent = [
-            (buffer.key, [(flat in own, self._group(flat).all_reduces) for flat in made.rows[buffer.key].flats])
-            for buffer, own in reduced.items()
+            (buffer.key, [(flat in own, flat.group.all_reduces) for flat in of.rows[buffer.key].flats])
+            for of, buffer, own in reduced
         ]
-        self.calls.begin(label, hashlib.sha256(repr((whole.wire, sent)).encode()).hexdigest()[:8], missed)
+        text = repr((whole.wire, sent, [tuple(one.entry.parameter.shape) for _, one in others]))
+        self.calls.begin(label, hashlib.sha256(text.encode()).hexdigest()[:8], missed)
         found = {}
         shards: list[Reduced] = []
 
         def run() -> Sequence[torch.Tensor]:
             outputs = self._run(whole, kept, reached, True, found)
+            for of, one in others:
+                found.update(_of_extended(one, mean_of(one, None, False, True, of.plan, of.mesh)))
             for key, place in whole.gradients.items():
                 gradient = outputs[place].view(made.plan.shard, -1)
                 for flat, start in made.rows[key].starts:
-                    own = gradient[:, start : start + flat.tensor.numel()]
-                    flat.hold(own, self._wanted(flat, reached))
-            for buffer, own_flats in reduced.items():
-                shards.extend(self._reduce(buffer, own_flats))
+                    flat.hold(gradient[:, start : start + flat.tensor.numel()], self._wanted(flat, reached))
+            for of, buffer, own in reduced:
+                shards.extend(self._reduce(of, buffer, own))
+            for group in made.groups:
+                group.holding = list(dict.fromkeys([*group.holding, made]))
             return outputs
 
         outputs = run_program(run, self.calls)
         self.calls.reached(missed)
         for one in shards:
             found |= self._parts(*one)
-        found |= self._zeros(flats)
+        found |= self._zeros([flat for _, _, own in reduced for flat in own])
         return found, {name: outputs[place] for name, place in whole.others.items()}
+
+    def _waiting(self) -> tuple[list[Waiting], list[tuple[ModulePlan, Extended]]]:
+        """The gradients that backwards of modules around this one held back, and that this one is to reduce, as FSDP2
+        does: in flat shards, and in none."""
+        made = self.made
+        for group in made.groups:
+            group.holding = [of for of in group.holding if of.waits]
+        around = [of for of in dict.fromkeys(of for group in made.groups for of in group.holding) if of is not made]
+        flats: list[Waiting] = []
+        seen = {flat for row in made.rows.values() for flat in row.flats}
+        for of in around:
+            for buffer in reversed(of.plan.buffers):
+                held = [flat for flat in of.rows[buffer.key].flats if flat.held is not None and flat not in seen]
+                if own := [flat for flat in held if flat.group.synchronise]:
+                    flats.append((of, buffer, own))
+                    seen.update(own)
+        mine = set(made.extended.values())
+        extended = {one: of for of in around for one in of.extended.values() if one not in mine}
+        return flats, [(of, one) for one, of in extended.items() if one.held is not None and one.group.synchronise]
 
     @property
     def _extended(self) -> list[tuple[str, Extended]]:
@@ -224,17 +249,15 @@ class Run:
         for name, one in self._extended:
             own = outputs[backward.others[name]] if name in backward.others else None
             shard = mean_of(one, own, name in reached, everything, self.made.plan, self.made.mesh)
-            if shard is not None:
-                found |= parts(shard, [one.entry], 0)
+            found |= _of_extended(one, shard)
         return outputs
 
-    def _reduce(self, buffer: Buffer, flats: Collection[FlatShard]) -> Iterator[Reduced]:
+    def _reduce(self, of: ModulePlan, buffer: Buffer, flats: Collection[FlatShard]) -> Iterator[Reduced]:
         """Reduces the gradients that these flat shards of one row held back; over replicas too, unless that waits."""
-        made = self.made
-        gradients, released = made.rows[buffer.key].release(made.plan.shard, flats)
-        along_shard, over_replicas = reductions(buffer, gradients.dtype, made.plan, made.mesh)
+        gradients, released = of.rows[buffer.key].release(of.plan.shard, flats)
+        along_shard, over_replicas = reductions(buffer, gradients.dtype, of.plan, of.mesh)
         shard = along_shard(gradients)
-        whole = all(self._group(flat).all_reduces and flat.partial is None for flat, *_ in released)
+        whole = all(flat.group.all_reduces and flat.partial is None for flat, *_ in released)
         if whole:
             shard = over_replicas(shard)
         for flat, start, members in reversed(released):
@@ -242,30 +265,26 @@ class Run:
             if not whole:
                 own, begin = shard[start : start + flat.tensor.numel()], 0
                 own = own.clone() if flat.partial is None else own + flat.partial
-                waits = not self._group(flat).all_reduces
+                waits = not flat.group.all_reduces
                 flat.partial, flat.partial_of = (own, entries) if waits else (None, {})
                 if waits:
                     continue
                 own = over_replicas(own)
-            yield buffer.key, flat, own, [entry for entry in entries if entry.parameter.requires_grad], begin
+            yield of, buffer, flat, own, list(entries), begin
 
     def _parts(
-        self, key: str, flat: FlatShard, gradient: torch.Tensor, entries: list[Entry], start: int
+        self, of: ModulePlan, buffer: Buffer, flat: FlatShard, gradient: torch.Tensor, entries: list[Entry], start: int
     ) -> dict[Entry, DTensor]:
         """`parts`, after the user's all-reduce hook got this flat shard's reduced gradient, as FSDP2 calls it."""
-        buffer, hook = self.made.plan.buffer(key), self._group(flat).all_reduce_hook
-        if hook is None or not entries:
+        if (hook := flat.group.all_reduce_hook) is None or not entries:
             return parts(gradient, entries, start)
-        dtype = self.made.plan.reduce_dtype(buffer)
+        dtype = of.plan.reduce_dtype(buffer)
         own = gradient[start : start + flat.tensor.numel()].to(dtype)
         with self.calls.refusing():
             hook(own)
-        for call in finish(buffer, dtype, self.made.plan):
+        for call in finish(buffer, dtype, of.plan):
             own = call.target(own, *call.arguments, **call.options)
         return parts(own, entries, 0)
-
-    def _group(self, flat: FlatShard) -> ParameterGroup:
-        return self.made.group_of[flat.entries[0]]
 
     def _waits(self, entry: Entry) -> bool:
         """Whether this parameter's gradient is held back for a later backward."""
@@ -274,38 +293,33 @@ class Run:
 
     def _wanted(self, flat: FlatShard, reached: Collection[str]) -> list[Entry]:
         """The parameters of a flat shard that have gradients and are still trained."""
-        names, every = self.made.names, flat in self._padded
+        names, every = self.made.names, flat.group.pads and flat.group.gathered
         return [entry for entry in flat.entries if (every or names[entry] in reached) and entry.parameter.requires_grad]
 
-    def _missed(self, reduced: tuple[FlatShard, ...], reached: Collection[str]) -> list[str]:
-        """The trained parameters, among those that are reduced, that get no gradient."""
-        made, of = self.made, (reduced, reached)
-        if (found := made.missed.get(of)) is None:
-            found = [(flat, entry) for flat in reduced for entry in flat.entries if made.names[entry] not in reached]
-            made.missed[of] = found
-        missed = [
-            made.names[entry] for flat, entry in found if entry.parameter.requires_grad and flat not in self._padded
-        ]
+    def _missed(
+        self, reduced: Iterable[tuple[ModulePlan, Collection[FlatShard]]], reached: Collection[str]
+    ) -> list[str]:
+        """The trained parameters, among those that are reduced, that get no gradient, from this backward or an earlier
+        one."""
+        missed = []
+        for of, flats in reduced:
+            here = reached if of is self.made else ()
+            for flat in [one for one in flats if not one.group.pads]:
+                without = [one for one in flat.entries if of.names[one] not in here and one not in flat.held_of]
+                missed += [of.names[one] for one in without if one.parameter.requires_grad]
         own = [name for name, one in self._extended if not (name in reached or one.counts or one.group.pads)]
         return missed + own
 
-    @cached_property
-    def _padded(self) -> set[FlatShard]:
-        """The flat shards that leave zeros for parameters no result depends on (`set_reduce_scatter_unused_params`)."""
-        return {flat for group in self.made.groups if group.pads for flat in group.flats}
-
     def _zeros(self, reduced: Collection[FlatShard]) -> dict[Entry, DTensor]:
-        """Gradients of zeros for such flat shards that forward gathered and no rank reduces."""
+        """Gradients of zeros for flat shards that no rank reduces, where the user asked for them
+        (`set_reduce_scatter_unused_params`) and a forward gathered them, this one or an earlier one, as in FSDP2."""
         found: dict[Entry, DTensor] = {}
-        ports = self.compiled.inputs if self._padded else ()
-        keyed = [
-            (port.name, flat) for port in ports if port.kind == "shard" for flat in self.made.rows[port.name].flats
-        ]
-        for key, flat in keyed:
-            group = self._group(flat)
-            if flat in self._padded and flat not in reduced and group.synchronise and group.all_reduces:
-                trained = [entry for entry in flat.entries if entry.parameter.requires_grad]
-                found |= self._parts(key, flat, torch.zeros_like(flat.tensor), trained, 0)
+        made = self.made
+        for key, row in made.rows.items() if any(group.pads for group in made.groups) else ():
+            for flat in [one for one in row.flats if one.group.pads and one.group.gathered and one not in reduced]:
+                if flat.group.synchronise and flat.group.all_reduces:
+                    trained = [entry for entry in flat.entries if entry.parameter.requires_grad]
+                    found |= self._parts(made, made.plan.buffer(key), flat, torch.zeros_like(flat.tensor), trained, 0)
         return found
 
     def _check_hooked(self) -> None:
@@ -329,7 +343,7 @@ class Run:
                     "forward and its backward. Call it before forward: then the hook is called when gradients are "
                     "reduced."
                 )
-            if name in reached or any(entry in flat.entries for flat in self._padded):
+            if name in reached or self.made.group_of[entry].pads:
                 continue
             if not any(entry in flat.held_of for flat in self.made.flats.values()):
                 raise RuntimeError(
@@ -348,6 +362,10 @@ class Run:
                     "its backward, which needs the old value. Call backward before optimizer.step(), or run forward "
                     "again."
                 )
+
+
+def _of_extended(one: Extended, shard: torch.Tensor | None) -> dict[Entry, DTensor]:
+    return parts(shard, [one.entry], 0) if shard is not None else {}
 
 
 class _Function(torch.autograd.Function):
@@ -414,7 +432,7 @@ class _Function(torch.autograd.Function):
         gradients: list[torch.Tensor | None] = [None] * run.count
         direct: dict[Entry, DTensor] = {}
         for entry, gradient in found.items():
-            if everything and hook_on(entry.parameter) is None:
+            if everything and (hook_on(entry.parameter) is None or not entry.parameter.requires_grad):
                 direct[entry] = gradient
             elif (place := run.place.get(id(entry.parameter))) is not None:
                 gradients[place] = gradient

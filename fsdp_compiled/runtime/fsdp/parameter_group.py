@@ -32,7 +32,7 @@ from fsdp_compiled.plan.leaf import Leaf, TensorParallel, check_class, contiguou
 from fsdp_compiled.plan.plan import Buffer, Division, Part
 from fsdp_compiled.plan.rows import lay_out_by_rows, own_rows, whole, widths
 from fsdp_compiled.runtime.fsdp.extended_parameter import Extended, extends, rows_of
-from fsdp_compiled.runtime.fsdp.local_updates import OURS, Mark, mark
+from fsdp_compiled.runtime.fsdp.local_updates import OURS, register_hooks
 from fsdp_compiled.runtime.tensor_parallel.parts import local_part, tensor_parallel
 from fsdp_compiled.torch_private.dtensor import DTensorSpec, StridedShard, TensorMeta
 
@@ -57,7 +57,6 @@ class Entry:
     shard_dim: int = 0
     part: Part = NOTHING
     local: torch.Tensor | None = None
-    mark: Mark = field(default_factory=mark)
 
     def tie(self, holder: Holder) -> None:
         """Puts the parameter at this place too, where the plain parameter was that it replaced."""
@@ -81,6 +80,7 @@ class FlatShard:
     """This rank's rows of parameters of one dtype and device, cut alike along tp, that were all trained, or all frozen,
     when it was laid out."""
 
+    group: ParameterGroup
     tensor: torch.Tensor
     buffer: Buffer
     entries: list[Entry]
@@ -163,13 +163,16 @@ class ParameterGroup:
         self.synchronise = True  # whether backward reduces gradients
         self.all_reduces = True  # whether it all-reduces them over replicas
         self.pads = False  # whether parameters that backward does not reach get a gradient of zeros
+        self.gathered = False  # whether a forward gathered them since then
         self.division = Division()
         self.all_reduce_hook: Callable[[torch.Tensor], Any] | None = None
+        self.holding: list[Any] = []  # the `ModulePlan`s with this group, of modules whose backward held gradients back
         self.version = 0  # increases with each new layout of the flat shards
         self.flats: list[FlatShard] = []
         self.extended: list[Extended] = []  # parameters of FSDP2's extension protocol
         self.replaced: list[tuple[weakref.ref[nn.Parameter], nn.Parameter]] = []  # (plain, its replacement)
         self.unsharded: list[tuple[nn.Parameter, int]] = []  # with their versions, between `unshard` and `reshard`
+        register_hooks()
         entries = []
         for places, dim in zip(holders, shard_dims, strict=True):
             module, name = places[0]
@@ -319,7 +322,7 @@ class ParameterGroup:
                 if not tensor.is_meta:
                     entry.local.copy_(old)
                 entry.parameter._local_tensor = entry.local  # type: ignore[attr-defined]
-            self.flats.append(FlatShard(tensor, buffer, members))
+            self.flats.append(FlatShard(self, tensor, buffer, members))
         for one in self.extended:
             entry, buffer = one.entry, one.buffer
             entry.spec, entry.local = self._spec(entry.parameter, None, 0), one.local
@@ -334,7 +337,7 @@ class ParameterGroup:
             if not tensor.is_meta:
                 tensor.copy_(flat.tensor)
             flat.current = False
-            moved.append(FlatShard(tensor, flat.buffer, flat.entries))
+            moved.append(FlatShard(self, tensor, flat.buffer, flat.entries))
             for entry in flat.entries:
                 assert entry.local is not None
                 entry.local = part_of(tensor, entry.part.offset, entry.part.end, entry.local.shape)

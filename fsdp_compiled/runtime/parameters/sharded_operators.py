@@ -53,21 +53,30 @@ def written_by(func: Any, args: Sequence[Any], named: Mapping[str, Any]) -> set[
     return {id(one) for one in pytree.tree_leaves(found)}
 
 
-def in_one_place(func: Any, args: Sequence[Any], named: Mapping[str, Any]) -> bool:
-    """Whether each row of arguments holds only stretches in one place, whole tensors of its shape, and single numbers.
+Places = tuple[ShardPlace | None, list[ShardPlace | None]]
 
-    A row is all arguments, or the n-th of each list.
+
+def in_one_place(args: Sequence[Any], named: Mapping[str, Any], written: set[int]) -> Places | None:
+    """The places of an operator's arguments: of those by themselves, and of the n-th of each list.
+
+    A row is all arguments, or the n-th of each list. None where a row does not hold only stretches in one place, whole
+    tensors of its shape, and single numbers.
     """
     values = [*args, *named.values()]
     lists = [one for one in values if isinstance(one, list | tuple) and any(isinstance(x, torch.Tensor) for x in one)]
     single = [one for one in values if isinstance(one, torch.Tensor)]
-    rows: list[list[torch.Tensor]] = [single]
-    if lists:
-        if any(one.dim() for one in single) or len({len(one) for one in lists}) > 1:
-            return False
-        rows = [[x for x in row if isinstance(x, torch.Tensor)] for row in zip(*lists, strict=True)]
-    written = written_by(func, args, named)
-    return all(_is_row(row, written) for row in rows)
+    if not lists:
+        return (_place_of(single), []) if _is_row(single, written) else None
+    if any(one.dim() for one in single) or len({len(one) for one in lists}) > 1:
+        return None
+    rows = [[x for x in row if isinstance(x, torch.Tensor)] for row in zip(*lists, strict=True)]
+    if not all(_is_row(row, written) for row in rows):
+        return None
+    return _place_of(single), [_place_of(row) for row in rows]
+
+
+def _place_of(row: Sequence[torch.Tensor]) -> ShardPlace | None:
+    return next((one._sharded.place for one in row if is_sharded(one) and not one._sharded.whole), None)  # type: ignore[attr-defined]
 
 
 def _is_row(row: Sequence[torch.Tensor], written: set[int]) -> bool:
@@ -103,8 +112,8 @@ def dispatch(func: Any, args: Sequence[Any], named: dict[str, Any]) -> Any:
     if torch.Tag.nondeterministic_seeded in func.tags:
         return _whole(func, args, named, ours, written, agreed=True)
     local = is_elementwise(func, name) and all(one._sharded.replay is None for one in ours)
-    if local and in_one_place(func, args, named):
-        return _local(func, args, named, written)
+    if local and (places := in_one_place(args, named, written)) is not None:
+        return _local(func, args, named, written, *places)
     if is_view(func):
         return _view(func, args, named)
     return _whole(func, args, named, ours, written)
@@ -190,18 +199,11 @@ def _alias(tensor: ShardedTensor) -> ShardedTensor:
     return sharded(tensor._sharded, tensor)
 
 
-def _local(func: Any, args: Sequence[Any], named: Mapping[str, Any], written: set[int]) -> Any:
-    """Runs the operator on this rank's stretches."""
-    places: list[ShardPlace | None] = []
-
-    def place_in(row: Sequence[Any]) -> ShardPlace | None:
-        return next((one._sharded.place for one in row if is_sharded(one) and not one._sharded.whole), None)
-
-    values = [*args, *named.values()]
-    lists = [one for one in values if isinstance(one, list | tuple) and any(isinstance(x, torch.Tensor) for x in one)]
-    if lists:
-        places = [place_in(row) for row in zip(*lists, strict=True)]
-    alone = place_in(values)
+def _local(
+    func: Any, args: Sequence[Any], named: Mapping[str, Any], written: set[int], alone: ShardPlace | None,
+    places: Sequence[ShardPlace | None],
+) -> Any:  # fmt: skip
+    """Runs the operator on this rank's stretches. ``alone``, ``places``: as `in_one_place` gives them."""
 
     def local(value: Any, place: ShardPlace | None) -> Any:
         if is_sharded(value) and not value._sharded.whole:

@@ -48,7 +48,6 @@ Kind = Literal["step", "last", "accumulate", "gradient", "training", "forward"]
 
 # Types whose values a program depends on; other leaves of a batch are objects that it cannot take.
 PLAIN = bool | int | float | complex | str | Enum | torch.dtype | torch.device | None
-Predict = Callable[[Program], Memory]
 Later = Callable[[Program], Callable[[], Memory]]
 
 
@@ -202,14 +201,12 @@ def transform(captured: Capture, spec: ProgramSpec) -> Transformed:
     return stages.transform(captured.program, spec.plan, spec.passes)
 
 
-def memory_of(captured: Capture, spec: ProgramSpec) -> Predict:
-    """A function that predicts a program's memory on a rank. A prediction that fails says so, and stops nothing."""
-    held = partial(memory.persistent, spec.plan, spec.rules, spec.buffers, captured.constants)
-    return lambda one: attempt(lambda: peak_memory.predict(one, spec.plan, held(one)), memory.unpredicted)
-
-
 def memory_later(captured: Capture, spec: ProgramSpec) -> Later:
-    """The same, made only when somebody asks: running the program does not need it. It keeps no tensors alive."""
+    """A function that, of a program, returns one that predicts its memory on a rank.
+
+    A prediction that fails says so, and stops nothing. It is made only when somebody asks, since running the program
+    does not need it. It keeps no tensors alive.
+    """
     plan, held = spec.plan, partial(memory.persistent, spec.plan, spec.rules, spec.buffers, captured.constants)
 
     def later(program: Program) -> Callable[[], Memory]:
@@ -228,9 +225,9 @@ def has_host_memory(spec: ProgramSpec) -> bool:
     return spec.plan.device.type != "cpu" and spec.kind != "training"
 
 
-def fit_to_memory(made: Transformed, predict: Predict, spec: ProgramSpec) -> Transformed:
+def fit_to_memory(made: Transformed, later: Later, spec: ProgramSpec) -> Transformed:
     """Replaces the last stages if the program that will run, after fusions, needs more than `Policy.memory_gb`."""
-    fused = lambda one: predict(passes.run(one, spec.plan, spec.fusions))  # noqa: E731
+    fused = lambda one: later(passes.run(one, spec.plan, spec.fusions))()  # noqa: E731
     fitting = memory_budget.fit(made.stages, spec.plan, fused, spec.passes, has_host_memory(spec))
     return replace(made, stages=fitting)
 

@@ -5,14 +5,13 @@
 
 An input comes from a dictionary of the state, which is bound when a state is first seen, or from the list of the
 batch's leaves. Each call looks the state's tensors up again, so that it uses a tensor that was put into the state
-meanwhile. One call of C gets all tensors of a dictionary, and one more puts them in the program's order.
+meanwhile.
 """
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from operator import itemgetter
 from typing import Any
 
 import torch
@@ -35,39 +34,24 @@ class InputBinding:
         self._sizes = [(self._leaf[port.name], port.dim or 0) for port in ports if port.kind == "size"]
         self._now: list[int] = []
         self._bound: object = None
-        self._holders: list[tuple[Any, Callable[[Any], tuple[Any, ...]]]] = []
-        self._in_order: Callable[[Any], tuple[Any, ...]] = tuple
+        self._pairs: list[tuple[Any, Any]] = []  # for each input, what holds it, and under which name
 
     def inputs(self, leaves: Sequence[Any], bound: object, holders: Holders) -> Sequence[Any]:
         """The inputs. ``holders`` returns the dictionaries by kind; it is called when ``bound`` is another object than
         before."""
         if bound is not self._bound:
             self._bound = bound
-            self._arrange(list(self._pair(holders())))
+            self._pairs = list(self._pair(holders()))
         self._leaves[:] = leaves
         if self._sizes:
             self._now[:] = [leaves[leaf].shape[dim] for leaf, dim in self._sizes]
-        found: list[Any] = []
-        for holder, names in self._holders:
-            found += names(holder)
+        found = [holder[name] for holder, name in self._pairs]
         self._leaves.clear()
-        return self._in_order(found)
+        return found
 
     def forget(self) -> None:
         """Forgets the dictionaries, so that the next call asks for them again."""
         self._bound = None
-
-    def _arrange(self, pairs: Sequence[tuple[Any, Any]]) -> None:
-        """Works out which names to take from which dictionary, and how to put the tensors in order."""
-        by_holder: dict[int, list[int]] = {}
-        for place, (holder, _) in enumerate(pairs):
-            by_holder.setdefault(id(holder), []).append(place)
-        self._holders = [
-            (pairs[places[0]][0], _getter([pairs[place][1] for place in places])) for places in by_holder.values()
-        ]
-        given = [place for places in by_holder.values() for place in places]
-        order = {place: index for index, place in enumerate(given)}
-        self._in_order = _getter([order[place] for place in range(len(pairs))]) if pairs else tuple
 
     def _pair(self, holders: Mapping[str, Mapping[str, Any]]) -> Iterable[tuple[Any, Any]]:
         sizes = iter(range(len(self._sizes)))
@@ -78,14 +62,6 @@ class InputBinding:
                 yield self._now, next(sizes)
             else:
                 yield holders[port.kind], port.key
-
-
-def _getter(names: list[Any]) -> Callable[[Any], tuple[Any, ...]]:
-    """A function that returns an object's items of these names, as a tuple."""
-    if len(names) > 1:
-        return itemgetter(*names)
-    (name,) = names
-    return lambda holder: (holder[name],)
 
 
 def flatten(batch: tuple[Any, ...], named: dict[str, Any]) -> tuple[Sequence[Any], object]:

@@ -64,10 +64,10 @@ class Programs:
         self.rules = tuple(rules)
         self.replays = maker.replays
         self.plan, self.mesh, self.calls = maker.plan, maker.mesh, maker.calls
-        self._taken, self.loss = maker.taken, maker.loss
+        self._model, self.loss = maker.model, maker.loss
         self._called, self._note = maker.called, note
         self.maker = maker
-        self.module_buffers = ModuleBuffers(maker.taken.model, maker.plan.device)
+        self.module_buffers = ModuleBuffers(maker.model, maker.plan.device)
         self._cached: dict[int, Compiled] = {}  # by number; the last is the one used last
         self._variants: dict[tuple[Any, ...], list[Compiled]] = {}  # of calls that look the same; the first, used last
         self._asked: set[str] = set()  # attributes unknown to PyTorch that programs read from tensors
@@ -267,19 +267,19 @@ class Programs:
         label = label_of(kind, batch, named, request.sizes) + self._version(batch, named)
         label += f"{request.modes}{self._note}"
         if self._called is not None:
-            label = f"{kind} {type(self._taken.model).__name__} {label.removeprefix(kind).strip()}"
+            label = f"{kind} {type(self._model).__name__} {label.removeprefix(kind).strip()}"
         label += "".join(dict.fromkeys(change.label for change in request.changed))
         return f"{label} ({self.captures + 1})" if label in self.labels else label
 
     def _version(self, batch: tuple[Any, ...], named: dict[str, Any]) -> str:
         """What else a program depends on that may differ between ranks: strides, train or eval mode, and the rules."""
-        modes = "".join("01"[module.training] for module in self._taken.model.modules())
+        modes = "".join("01"[module.training] for module in self._model.modules())
         tensors = batch_tensors(batch, named)
         strides = [f", {name} has strides {t.stride()}" for name, t in tensors.items() if not t.is_contiguous()]
         strides += [f", {name} requires a gradient" for name, t in tensors.items() if t.requires_grad]
         first: dict[int, str] = {}
         same = [f", {name} is {first[id(t)]}" for name, t in tensors.items() if first.setdefault(id(t), name) != name]
-        training = "" if self._taken.model.training else ", eval mode"
+        training = "" if self._model.training else ", eval mode"
         detail = "" if len(set(modes)) == 1 else f" of some modules ({hashlib.sha256(modes.encode()).hexdigest()[:8]})"
         changed = f", hyperparameters changed {self._revision} times" if self._revision else ""
         buffers = self.module_buffers.layout

@@ -10,7 +10,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -54,7 +54,6 @@ from fsdp_compiled.runtime.programs.compile import (
     describe,
     fit_to_memory,
     memory_later,
-    memory_of,
     transform,
 )
 from fsdp_compiled.runtime.programs.no_collection import no_collection
@@ -68,20 +67,13 @@ T = TypeVar("T")
 log = logging.getLogger("fsdp_compiled")
 
 
-class Traceable(Protocol):
-    """A model, and a way to open it for a trace."""
-
-    model: nn.Module
-
-    def open(self) -> AbstractContextManager[nn.Module]: ...
-
-
 class ProgramMaker:
     """Makes the programs of one model."""
 
     def __init__(
         self,
-        taken: Traceable,
+        model: nn.Module,
+        opened: Callable[[], AbstractContextManager[object]],
         loss: Callable[..., Any] | None,
         plan: Plan,
         mesh: Mesh,
@@ -91,17 +83,17 @@ class ProgramMaker:
         replays: Replays | None = None,
         plain: Mapping[str, torch.Tensor] | None = None,
     ) -> None:
-        """``bind``: what replaces a random operator; None: nothing, so it draws from PyTorch's default generator.
-        ``called``: in a loop of the user's, the function that calls the model, instead of ``loss``. ``replays``: the
-        graphs to use instead of those of the plan's device. ``plain``: parameters of the model that are not in the
-        plan, by name.
+        """``opened``: the context in which the model is traced. ``bind``: what replaces a random operator; None:
+        nothing, so it draws from PyTorch's default generator. ``called``: in a loop of the user's, the function that
+        calls the model, instead of ``loss``. ``replays``: the graphs to use instead of those of the plan's device.
+        ``plain``: parameters of the model that are not in the plan, by name.
         """
         load_named_bundle(mesh.world)
         self.captures = 0
         graphs = plan.policy.cuda_graph if not plan.policy.offload else False
         self.replays = replays or Replays(make_device(plan.device, graphs), graphs)
-        self.taken, self.plan, self.mesh, self.calls, self.called = taken, plan, mesh, calls, called
-        self.loss, self._bind, self._plain = loss, bind, {} if plain is None else plain
+        self.model, self.plan, self.mesh, self.calls, self.called = model, plan, mesh, calls, called
+        self.loss, self._opened, self._bind, self._plain = loss, opened, bind, {} if plain is None else plain
         self._tuned: bool | None = None  # `ProgramSpec.tuned`, if it was decided for all programs
         self._begun = False  # whether all ranks have a program
         self._idle: set[str] = set()  # parameters that a warning has named as not reached by the loss
@@ -129,8 +121,8 @@ class ProgramMaker:
 
         def trace() -> Capture:
             check_devices(spec.batch, spec.named, spec.plan.device)
-            with self.taken.open() as model:
-                return capture(model, spec)
+            with self._opened():
+                return capture(self.model, spec)
 
         captured = self.together(trace)
         if self.mesh.tp > 1:
@@ -139,9 +131,10 @@ class ProgramMaker:
         def build() -> Compiled:
             moving = reached(captured.program) if spec.kind == "training" else {}  # before the passes consume it
             made = transform(captured, spec)  # and checked
-            made = fit_to_memory(made, memory_of(captured, spec), spec)
+            later = memory_later(captured, spec)
+            made = fit_to_memory(made, later, spec)
             program, known = stages.fuse(made, spec.plan, spec.passes, spec.fusions)  # and checked again
-            return describe(captured, program, known, memory_later(captured, spec), spec, moving)
+            return describe(captured, program, known, later, spec, moving)
 
         uneven = self.plan.uneven
         compiled = self.together(build, self._compared, lambda made: made.program.outline(uneven))

@@ -14,7 +14,7 @@ import torch
 
 from fsdp_compiled.ir.program import Port, Program
 from fsdp_compiled.lower.lowering import Boxed
-from fsdp_compiled.lower.split_forward_backward import SplitProgram, flat_gradients
+from fsdp_compiled.lower.split_forward_backward import SplitProgram
 
 
 @dataclass(frozen=True)
@@ -79,8 +79,8 @@ def _tangent(place: int, traced: torch.Tensor) -> Tangent:
 class Training:
     """``sources``: for each saved value, its place among inputs and outputs together; ``shards``: of these places, the
     shards'; ``tangents``: the gradients of results that backward reads; ``constant``: the places of the other results;
-    ``others``: inputs that have gradients beside the sharded parameters, by name, and their places; ``units``: the
-    units whose parameters get gradients; ``read``: the names of the parameters that backward reads.
+    ``others``: inputs that have gradients beside the sharded parameters, by name, and their places; ``read``: the names
+    of the parameters that backward reads; ``gathered``: of those that forward gathers.
     """
 
     backward: Backward
@@ -90,8 +90,8 @@ class Training:
     tangents: tuple[Tangent, ...]
     constant: tuple[int, ...]
     others: tuple[tuple[str, int], ...]
-    units: frozenset[str]
     read: frozenset[str]
+    gathered: frozenset[str]
     _by_name: Mapping[str, frozenset[str]]
     _reached: dict[frozenset[int], frozenset[str]] = field(default_factory=dict)
 
@@ -133,7 +133,9 @@ def training_of(
         tangents=tangents,
         constant=tuple(set(range(len(results))) - moving),
         others=tuple((name, named[name]) for name in backward.others),
-        units=frozenset(node.meta["mark"].unit for node in flat_gradients(split.backward).values()),
         read=split.read,
+        gathered=frozenset(
+            name for node in split.forward.graph.nodes if (name := node.meta.get("parameter")) is not None
+        ),
         _by_name=reached,
     )

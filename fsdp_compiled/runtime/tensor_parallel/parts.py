@@ -116,6 +116,16 @@ def check_policy(policy: Policy, mesh: Mesh) -> None:
         )
 
 
+def check_buffers(model: nn.Module) -> None:
+    """Raises ``ValueError`` for a buffer that is a DTensor."""
+    for name, buffer in model.named_buffers():
+        if isinstance(buffer, DTensor):
+            raise ValueError(
+                f"The buffer {name} is a DTensor, which is not supported yet: leave its module out of the plan, or "
+                "register its local part, buffer.to_local()."
+            )
+
+
 def check_ties(model: nn.Module, mesh: Mesh) -> None:
     """Raises ``ValueError`` if a tie of weights was broken, as `parallelize_module` does.
 
@@ -165,12 +175,7 @@ def check_tensor_parallel(model: nn.Module, mesh: Mesh, leaves: Sequence[Leaf], 
                 f"{name} is a DTensor over ranks {parameter.device_mesh.mesh.tolist()} of another mesh than the one "
                 f"passed, whose tp axis is {axis.mesh.tolist()} here. {CURE}"
             )
-    for name, buffer in model.named_buffers():
-        if isinstance(buffer, DTensor):
-            raise ValueError(
-                f"The buffer {name} is a DTensor, which is not supported yet: leave its module out of the plan, or "
-                "register its local part, buffer.to_local()."
-            )
+    check_buffers(model)
     check_policy(policy, mesh)
     if cut:
         check_ties(model, mesh)

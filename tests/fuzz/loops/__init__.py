@@ -23,6 +23,7 @@ from tests.fuzz.loops.fsdp2 import Theirs, not_alike
 from tests.fuzz.loops.model import Shape
 from tests.fuzz.loops.sides import PRECISIONS, Ours, Plain, Side
 from tests.fuzz.loops.steps import LATER, STEPS, draw, with_later
+from tests.launch import of_all
 
 REFUSED = (ValueError, NotImplementedError, CaptureError, RankError, RuntimeError)  # what an error by name is
 BOUND = {torch.float64: 1e-6, torch.float32: 5e-3}  # relative to the largest element
@@ -98,8 +99,7 @@ def _together(kind: str, said: str) -> tuple[str, str]:
     """The same on all ranks, of which none goes on where another does not."""
     if not dist.is_initialized():  # ended by an error in a program
         return "right" if kind == "right" else "crashed", f"the process group was ended: {said}"
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, (kind, said))
+    everyone = of_all((kind, said))
     for wanted in ("crashed", "differs", "refused", "right"):
         for rank, (one, text) in enumerate(everyone):
             if one == wanted:

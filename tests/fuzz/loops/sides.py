@@ -18,10 +18,10 @@ from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
-from torch.distributed.tensor import DTensor
 
 from fsdp_compiled import Policy, fully_shard, register_fsdp_forward_method
 from tests.fuzz.loops.model import LENGTH, WORDS, Model, Shape, logits_of
+from tests.loops import full as whole
 
 HALF = torch.bfloat16
 PRECISIONS: dict[str, dict[str, Any]] = {
@@ -104,12 +104,6 @@ def loss_of(result: Any, y: torch.Tensor) -> torch.Tensor:
 
 def precision_of(name: str) -> MixedPrecisionPolicy:
     return MixedPrecisionPolicy(**PRECISIONS.get(name, {}))
-
-
-def whole(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy, of all ranks' parts."""
-    tensor = tensor.detach()
-    return tensor.full_tensor().clone() if isinstance(tensor, DTensor) else tensor.clone()
 
 
 class Plain(Side):
