@@ -1,6 +1,6 @@
 """Files that outlive the process: bytes under a key, in a folder that processes share.
 
-A reader finds a whole file or none. `write` writes a temporary file beside the target and then moves it there, so two
+A reader finds a whole file or none. `put` writes a temporary file beside the target and then moves it there, so two
 ranks may write the same file at once. Each file begins with the hash of its content. A file that is damaged or cannot
 be read any more counts as missing and is replaced; a folder that cannot be written keeps nothing. Neither is an error,
 since all cached content can be made again. The keys of compiled code include `settings`.
@@ -82,18 +82,26 @@ def read(place: Path, load: Callable[[bytes], T]) -> T | None:
 
 def write(place: Path, content: bytes) -> None:
     """Writes the bytes to the file, and replaces a file that was there before."""
-    beside = None
     try:
         place.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=place.parent, prefix=".", delete=False) as file:
-            beside = file.name
-            file.write(hashlib.sha256(content).digest() + content)
-        os.replace(beside, place)
+        put(place, hashlib.sha256(content).digest() + content)
     except OSError as error:
         log.warning("%s cannot be written (%s): the next start makes it anew", place, error)
-        if beside is not None:
-            with suppress(OSError):
-                os.unlink(beside)
+
+
+def put(place: Path, content: bytes, durable: bool = False) -> None:
+    """Writes the file with all of its content, or leaves it as it was; ``durable``: even if the machine stops."""
+    with tempfile.NamedTemporaryFile(dir=place.parent, prefix=".", delete=False) as file:
+        try:
+            file.write(content)
+            file.flush()
+            if durable:
+                os.fsync(file.fileno())
+            os.chmod(file.name, 0o644)
+            os.replace(file.name, place)
+        except BaseException:
+            os.unlink(file.name)
+            raise
 
 
 def settings() -> str:

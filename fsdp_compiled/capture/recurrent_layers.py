@@ -1,8 +1,8 @@
 """Two faults of PyTorch's decomposition of RNN, LSTM and GRU, ``torch._decomp.decompositions._rnn_helper``.
 
 - It leaves out dropout between layers (torch 2.11 to 2.14): it checks ``num_layers < i - 1``, which is false for every
-  layer ``i``. While a step is traced, several layers with dropout are passed to it one by one, with `torch.dropout`
-  between them, as the kernels in eager PyTorch do it.
+  layer ``i``. While a step is traced, layers are passed to it one by one, with `torch.dropout` between them, as the
+  kernels in eager PyTorch do it.
 - It gives the last states of an LSTM one dim too many (torch 2.11 and 2.12): [layers, 1, rows, features]. They are
   viewed in the shape of the given states.
 """
@@ -70,17 +70,12 @@ def _layers(
 ) -> tuple[torch.Tensor, list[Any]]:
     """Returns the same as `_PYTORCHS`: the last layer's output, [time, rows, features] or as ``batch_first`` says, and
     each layer's last hidden states, for each direction."""
-    if not (train and dropout and num_layers > 1):
-        values, states = _PYTORCHS(
-            values, hidden, params, has_biases, num_layers, dropout, train, bidirectional, batch_first, layer_fn
-        )
-        return values, pytree.tree_map(_like, states, list(hidden))
     values = values.transpose(0, 1) if batch_first else values
     last: list[Any] = []
     directions = 2 if bidirectional else 1
     for layer in range(num_layers):
         own = slice(layer * directions, (layer + 1) * directions)
-        if layer:
+        if layer and dropout and train:
             values = torch.dropout(values, dropout, train=True)
         values, states = _PYTORCHS(
             values, hidden[own], params[own], has_biases, 1, 0.0, train, bidirectional, False, layer_fn

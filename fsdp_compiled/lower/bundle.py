@@ -25,7 +25,6 @@ import os
 import platform
 import sys
 import sysconfig
-import tempfile
 import zipfile
 from collections.abc import Mapping
 from pathlib import Path, PurePosixPath
@@ -34,7 +33,7 @@ from typing import Any
 import torch
 
 from fsdp_compiled.capture.cache_folder import make_writable
-from fsdp_compiled.capture.disk_cache import versions
+from fsdp_compiled.capture.disk_cache import put, versions
 from fsdp_compiled.lower.isa_probes import instructions
 from fsdp_compiled.torch_private.inductor import cache_dir
 
@@ -99,7 +98,7 @@ def write_bundle(folder: Path, place: Path, made_for: Mapping[str, Any], script:
             archive.writestr(f"files/{path.relative_to(folder).as_posix()}", path.read_bytes())
     content = packed.getvalue()
     place.parent.mkdir(parents=True, exist_ok=True)
-    _put(place, MAGIC + hashlib.sha256(content).digest() + content)
+    put(place, MAGIC + hashlib.sha256(content).digest() + content, durable=True)
     return len(files)
 
 
@@ -130,7 +129,7 @@ def load_bundle(path: str | os.PathLike[str], ranks: int | None = None) -> int:
     new = [target for target in contents if not (folder / target).exists()]
     for target in new:
         (folder / target).parent.mkdir(parents=True, exist_ok=True)
-        _put(folder / target, contents[target])
+        put(folder / target, contents[target], durable=True)
     log.info("%s: %d of %d compiled files were new here", path, len(new), len(contents))
     return len(new)
 
@@ -186,17 +185,3 @@ def _compare_script(path: str | os.PathLike[str], script: str, hashed: str) -> N
         own = b""
     if script and hashlib.sha256(own).hexdigest() != hashed:
         log.warning("%s was made from another %s: what is not the same in it is compiled", path, script)
-
-
-def _put(place: Path, content: bytes) -> None:
-    """Writes the file with all of its content, or leaves it as it was."""
-    with tempfile.NamedTemporaryFile(dir=place.parent, prefix=".", delete=False) as file:
-        try:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-            os.chmod(file.name, 0o644)
-            os.replace(file.name, place)
-        except BaseException:
-            os.unlink(file.name)
-            raise

@@ -6,29 +6,16 @@ by AOTAutograd's output, and making that takes longer in a warm start than all l
 Private surfaces of Inductor are touched here, in `compiled_piece`, `isa_probes`, `translation_units` and for the cache
 folder (`disk_cache`), and nowhere else.
 
-`warm_up` runs what Inductor does before its first kernel in the background:
-
-    main     trace ......................... | pieces
-    thread   trials of the processor ..|
-
-On a machine where nothing was compiled yet, the trials are up to four calls of the compiler, one after another: three
-seconds of one processor, in which the other ranks of a host wait, too. One rank of a host makes the trials; a thread
-that needs a piece meanwhile waits for them (`isa_probes.REPLACING`). An error here is not reported: the same error
-occurs again, and is reported, where the result is needed.
-
-What a machine needs once can be done when the package is set up (`prepare_machine`, in ``make train``'s): the trials,
-and compiling the header that all kernels include. Both stay on disk, where a first run finds them.
+What a machine needs once can be done when the package is set up (`prepare_machine`, in ``make train``'s): trials of the
+processor (`isa_probes`), and compiling the header that all kernels include. Both stay on disk, where a first run finds
+them.
 """
 
 from __future__ import annotations
 
-import contextvars
-import functools
 import hashlib
 import logging
-import os
 import tempfile
-import threading
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import replace
@@ -50,7 +37,7 @@ from fsdp_compiled.kernels.scaled import TENSOR_FORMS
 from fsdp_compiled.lower.compiled_piece import Call, CompiledPiece
 from fsdp_compiled.lower.isa_probes import instructions, remembered, without_headers
 from fsdp_compiled.lower.piece import Piece
-from fsdp_compiled.lower.translation_units import compile_together
+from fsdp_compiled.lower.translation_units import compile_together, dealt_out
 from fsdp_compiled.policy import Policy
 from fsdp_compiled.torch_private.inductor import (
     CacheBase,
@@ -60,7 +47,6 @@ from fsdp_compiled.torch_private.inductor import (
     compile_alone,
     config,
     custom_backend_passes,
-    pick_vec_isa,
     torch_key,
 )
 from fsdp_compiled.torch_private.names import there
@@ -134,13 +120,7 @@ def cache_place(device: torch.device) -> tuple[str, str, str]:
 
 def divide(pieces: Mapping[str, Piece], count: int) -> list[dict[str, Piece]]:
     """Divides the pieces among this many ranks, each piece to one rank, the largest first."""
-    parts: list[dict[str, Piece]] = [{} for _ in range(count)]
-    load = [0] * count
-    for key in _largest_first(pieces):
-        least = load.index(min(load))
-        parts[least][key] = pieces[key]
-        load[least] += len(pieces[key].nodes) + ITSELF
-    return parts
+    return dealt_out(pieces, count, lambda piece: len(piece.nodes) + ITSELF)
 
 
 def _largest_first(pieces: Mapping[str, Piece]) -> list[str]:
@@ -240,18 +220,6 @@ def _expand(module: fx.GraphModule) -> fx.GraphModule:
         return make_fx(module)(*examples)
 
 
-@functools.cache  # once in a process
-def warm_up() -> threading.Thread | None:
-    """Starts the thread, if this rank is the one that should do this work."""
-    if not _is_new() or os.environ.get("LOCAL_RANK", "0") != "0":
-        return None
-    thread = threading.Thread(
-        target=contextvars.copy_context().run, args=(_try_compiler,), name="fsdp_compiled warm-up", daemon=True
-    )
-    thread.start()
-    return thread
-
-
 def prepare_machine() -> None:
     """Does what a machine needs once: the trials, and the header of all kernels, by compiling an unused kernel.
 
@@ -264,15 +232,3 @@ def prepare_machine() -> None:
         graph.output((result,))
         given.meta["val"] = result.meta["val"] = matrix = torch.empty(8, 8)
         compile_alone(torch.fx.GraphModule({}, graph), [matrix], dynamic_shapes="from_graph")
-
-
-def _is_new() -> bool:
-    place = folder()
-    return place is not None and not (place / PIECES).exists()
-
-
-def _try_compiler() -> None:
-    with suppress(Exception):
-        with remembered(folder()):
-            pick_vec_isa()
-        log.info("the C++ compiler is ready")

@@ -2,16 +2,14 @@
 
 Before it loads the first piece for a CPU, Inductor compiles a trial for each of the processor's extensions and starts a
 Python process that loads it: half a dozen processes for each rank, at every start. A trial that succeeded once with
-these flags and this compiler version succeeds again on a processor of this capability: hosts may share the folder. An
-extension is not tried if an extension that contains it was tried, with its flags and more. Nor is AVX2 tried where
-AVX-512 was, whose flags stand for AVX2's.
+these flags and this compiler version succeeds again on a processor of this capability: hosts may share the folder.
 
 To compile a library, Inductor first compiles a header, and preprocesses the header to see whether it has changed. It
 does so even for libraries that exist already; `without_headers` avoids this. Compiling the header takes 4 s and saves
 each library 1 s: `with_found_headers` uses an existing compiled header and compiles none.
 
 Inductor has no hook for this: while a piece is compiled, `VecISA.check_build` is replaced, for the whole process. A
-thread of the user's that compiles meanwhile gets the same answers; a second thread of ours waits.
+thread of the user's that compiles meanwhile gets the same answers; a second thread that is in here waits.
 
 This module also lists what this processor can do (`instructions`).
 """
@@ -30,7 +28,7 @@ from unittest import mock
 import torch
 
 from fsdp_compiled.capture import disk_cache
-from fsdp_compiled.torch_private.inductor import VecAVX2, VecAVX512, VecISA, codecache, isa_fingerprint
+from fsdp_compiled.torch_private.inductor import VecISA, codecache, isa_fingerprint
 
 
 @functools.cache
@@ -45,7 +43,6 @@ def instructions() -> list[str]:
 
 REPLACING = threading.RLock()
 PROBES = "probes"  # in our part of the cache folder
-_good: dict[type[VecISA], bool] = {}  # whether all that was asked of an extension succeeded in this process
 
 
 @contextmanager
@@ -54,16 +51,12 @@ def remembered(folder: Path | None) -> Iterator[None]:
 
     def asked(isa: VecISA, code: str) -> bool:
         assert folder is not None
-        kind = type(isa)
-        if any(found and _contains(tried, kind) for tried, found in _good.items()):
-            return True
         compiler = isa_fingerprint(isa.build_arch_flags())
         said = f"{torch.backends.cpu.get_cpu_capability()} {compiler} {isa._arch_flags} {code}"
         place = folder / PROBES / hashlib.sha256(said.encode()).hexdigest()
         succeeded = disk_cache.read(place, lambda content: content) is not None
         if not succeeded and (succeeded := check(isa, code)):
             disk_cache.write(place, said.encode())
-        _good[kind] = _good.get(kind, True) and succeeded
         return succeeded
 
     if folder is None:
@@ -73,12 +66,6 @@ def remembered(folder: Path | None) -> Iterator[None]:
         check = VecISA.check_build
         with mock.patch.object(VecISA, "check_build", asked):
             yield
-
-
-def _contains(one: type[VecISA], other: type[VecISA]) -> bool:
-    if one is other:
-        return False
-    return issubclass(one, other) or (issubclass(one, VecAVX512) and issubclass(other, VecAVX2))
 
 
 @contextmanager

@@ -11,14 +11,13 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Collection, Mapping, Sequence
-from functools import cache
 from operator import getitem
 from typing import Any
 
 import torch
 from torch import fx
 
-from fsdp_compiled.ir.nodes import call_text, is_collective, is_random, may_be_random, origin
+from fsdp_compiled.ir.nodes import call_text, is_collective, is_random, origin
 from fsdp_compiled.ir.program import Program
 from fsdp_compiled.lower.compiled_piece import Call
 from fsdp_compiled.lower.inductor import compile_all
@@ -76,8 +75,7 @@ class Lowering:
         bind: Bind | None = None,
     ) -> None:
         self.graph, self._groups = program.graph, groups
-        self._bind = cache(bind) if bind is not None else None
-        self._plain: dict[int, bool] = {}  # by the operator's identity: whether it is called unchanged
+        self._bind = bind
         self.segments = segments(self.graph, blocks) if how == "inductor" else None
         self.keys = {part: part.key() for part in self.segments or () if isinstance(part, Piece)}
         self.pieces = {key: piece for piece, key in reversed(self.keys.items())}
@@ -99,10 +97,6 @@ class Lowering:
         """What a node calls, with which arguments: a collective gets a process group's name in place of an axis, and a
         random operator draws from the generator that is given."""
         target, args = as_it_says(node)
-        if (plain := self._plain.get(id(target))) is None:
-            plain = self._plain[id(target)] = not (is_collective(node) or may_be_random(node))
-        if plain:
-            return target, args
         if is_collective(node):
             return target, (*args[:-1], self._groups[str(args[-1])])
         if self._bind is not None and is_random(node):

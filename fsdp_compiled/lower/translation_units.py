@@ -25,7 +25,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 from unittest import mock
 
 from fsdp_compiled.capture import disk_cache
@@ -33,6 +33,7 @@ from fsdp_compiled.lower.isa_probes import REPLACING, with_found_headers, withou
 from fsdp_compiled.torch_private.inductor import AsyncCompile, codecache
 
 UNITS = "units"  # in our part of the cache folder: by kernel, its unit and its place there; by unit, its text
+T = TypeVar("T")
 ENOUGH = 12  # kernels that take about as long as the header: fewer do not justify another unit
 HEADER = "#include <torch/csrc/inductor/cpp_prefix.h>"
 FUNCTION = re.compile(r'extern "C"\s+void\s+kernel\(')
@@ -107,7 +108,8 @@ def _compile(kernels: Sequence[Kernel], folder: Path | None) -> None:
     known = {text for key in distinct if folder is not None and (text := _known(key, folder / UNITS))}
     held = {key for text in known for key in keys_of(text)}
     missing = {key: kernel for key, kernel in distinct.items() if key not in held}
-    new = [unit_text(part) for part in dealt_out(missing, _cores())]
+    count = min(_cores(), -(-len(missing) // ENOUGH))
+    new = [unit_text(part) for part in dealt_out(missing, count, lambda kernel: len(kernel.source))]
     functions: dict[str, Callable[..., Any]] = {}
     with without_headers():  # existing libraries do not need them
         loads = {text: _loading(text) for text in known}
@@ -123,14 +125,14 @@ def _compile(kernels: Sequence[Kernel], folder: Path | None) -> None:
         kernel.function = functions.get(kernel.key(around))
 
 
-def dealt_out(kernels: Mapping[str, Kernel], cores: int) -> list[dict[str, Kernel]]:
-    """Divides kernels among the cores, the longest first, into no more parts than `ENOUGH` kernels in each allow."""
-    parts: list[dict[str, Kernel]] = [{} for _ in range(min(cores, -(-len(kernels) // ENOUGH)))]
-    load = [0] * len(parts)
-    for key in sorted(kernels, key=lambda key: -len(kernels[key].source)):
+def dealt_out(values: Mapping[str, T], count: int, cost: Callable[[T], int]) -> list[dict[str, T]]:
+    """Divides the values into this many parts: the most costly first, each to the part that costs least so far."""
+    parts: list[dict[str, T]] = [{} for _ in range(count)]
+    load = [0] * count
+    for key in sorted(values, key=lambda key: -cost(values[key])):
         least = load.index(min(load))
-        parts[least][key] = kernels[key]
-        load[least] += len(kernels[key].source)
+        parts[least][key] = values[key]
+        load[least] += cost(values[key])
     return parts
 
 

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.optim import Optimizer
+from torch.utils import _pytree as pytree
 
 from fsdp_compiled.optim.optimizer_copy import (
     OWN,
@@ -27,7 +28,7 @@ from fsdp_compiled.optim.optimizer_copy import (
     step_of,
 )
 from fsdp_compiled.optim.rule import Kept, Location, StateTensor
-from fsdp_compiled.optim.state_containers import all_leaves, copied, form_of, is_container, named_leaves
+from fsdp_compiled.optim.state_containers import all_leaves, copied, is_container, named_leaves
 
 SHAPE = (2, 3)
 NUMBERS = (bool, int, float)
@@ -115,7 +116,7 @@ def discover(optimizer: Optimizer, options: Mapping[str, Any], dtype: torch.dtyp
         for value in all_leaves(entries.initial).values()
     )
     empty = tuple(name for name, value in entries.items() if value is None and isinstance(name, str))
-    forms = tuple((name, form_of(value)) for name, value in first.items() if is_container(value))
+    forms = tuple((name, pytree.tree_structure(value)) for name, value in first.items() if is_container(value))
     there = {("group", name) for name in options} | {("optimizer", name) for name in attributes_of(optimizer)}
     there |= {("state", name) for name in named_state(optimizer)}
     return Kept(tuple(result), tuple(started), empty, forms, frozenset(there)), starts
@@ -154,7 +155,7 @@ def _of_parameter(name: str, first: Any, last: Any, dtype: torch.dtype) -> list[
     """What is kept under a name of the parameter's state: one value, or as many as its container holds."""
     if not is_container(first):
         return [_leaf(name, first, dtype)]
-    if form_of(first) != form_of(last):
+    if pytree.tree_structure(first) != pytree.tree_structure(last):
         raise Refused(f"its state {name!r}, a {type(first).__name__}, does not keep its form from step to step")
     return [replace(_leaf(label, leaf, dtype), container=name) for label, leaf in named_leaves(name, first).items()]
 

@@ -17,6 +17,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 MISSING = object()
+PLAIN = (bool, int, float, str, type(None), torch.dtype)
 # Attributes of every optimizer, or set by schedulers and by us: they have no part in how it updates.
 OWN = ("state", "param_groups", "step", "state_dict", "load_state_dict", "add_param_group", "_opt_called",
        "_step_count", "_zero_grad_profile_name", "_warned_capturable_if_run_uncaptured")  # fmt: skip
@@ -65,7 +66,7 @@ def copy_of(
     made: Optimizer = object.__new__(type(optimizer))
     memo: dict[int, Any] = {id(optimizer): made, id(optimizer.state): state}
     attributes_now = attributes_of(optimizer)
-    if not all(map(_is_plain, attributes_now.values())):
+    if not all(map(is_plain, attributes_now.values())):
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 memo[id(parameter)] = nn.Parameter(torch.zeros(()), requires_grad=False)
@@ -86,11 +87,12 @@ def copy_of(
     return made
 
 
-def _is_plain(value: Any) -> bool:
-    """Whether no parameter can be inside: numbers and words, alone or in tuples, or a dictionary of these."""
-    entries = [*value, *value.values()] if type(value) is dict else [value]
-    numbers = [one for entry in entries for one in (entry if type(entry) is tuple else (entry,))]
-    return {*map(type, numbers)} <= {bool, int, float, str, type(None)}
+def is_plain(value: Any) -> bool:
+    """Whether it is a number, a word or a dtype, or a container of these: no parameter can be inside, and its text says
+    all of it."""
+    if type(value) is dict:
+        return all(map(is_plain, (*value, *value.values())))
+    return all(map(is_plain, value)) if type(value) in (tuple, list) else isinstance(value, PLAIN)
 
 
 def state_of(optimizer: Optimizer) -> Mapping[Any, Any]:

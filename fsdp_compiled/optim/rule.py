@@ -15,9 +15,9 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import fx
 from torch.optim import Optimizer
+from torch.utils import _pytree as pytree
 
 from fsdp_compiled.kernels.operators import operators
-from fsdp_compiled.optim.state_containers import Form
 
 
 @dataclass(frozen=True)
@@ -97,7 +97,7 @@ class Kept:
     state: tuple[StateTensor, ...]
     started: tuple[str, ...]  # the parameter's state that the constructor made
     empty: tuple[str, ...] = ()  # state that holds None
-    forms: tuple[tuple[str, Form], ...] = ()  # of containers in the parameter's state, by name
+    forms: tuple[tuple[str, pytree.TreeSpec], ...] = ()  # of containers in the parameter's state, by name
     before: frozenset[tuple[str, str]] = frozenset()  # place and name of other entries that are there from the start
 
     def is_there(self, entry: StateTensor) -> bool:

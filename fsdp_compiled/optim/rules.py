@@ -13,8 +13,8 @@ formula, and are ignored on shards.
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import cache, partial
 from typing import Any
@@ -24,10 +24,12 @@ from torch import fx, nn
 from torch.optim import Optimizer
 
 from fsdp_compiled.optim.given_optimizer import numbered
-from fsdp_compiled.optim.optimizer_copy import Refused, copy_of, fresh_of, named_state, plain_options, state_of, step_of
+from fsdp_compiled.optim.optimizer_copy import Refused, copy_of, fresh_of, named_state, plain_options, state_of
 from fsdp_compiled.optim.param_groups import hyper, options_of, scheduled
-from fsdp_compiled.optim.rule import Rule, StateTensor, formula_of
+from fsdp_compiled.optim.rule import Kept, Rule, StateTensor, formula_of
+from fsdp_compiled.optim.step import Part, make_step, number_of
 from fsdp_compiled.optim.tracing import SHAPE, Subject, trace
+from fsdp_compiled.optim.trial import initial
 from fsdp_compiled.optim.ways import key_of, noted_by, once, way_of
 from fsdp_compiled.optim.whole import check_runs_on_some
 
@@ -215,27 +217,15 @@ def _check_goes_on(optimizer: Optimizer, group: Mapping[str, Any], old: Rule, ne
 
 
 @torch.no_grad()
-def _step_on(optimizer: Optimizer, options: dict[str, Any], state: Sequence[StateTensor]) -> None:
+def _step_on(optimizer: Optimizer, options: dict[str, Any], state: tuple[StateTensor, ...]) -> None:
     """Makes one step of the optimizer's code on a small parameter that has this state, some steps old."""
-    dtype = torch.float64
-    parameter = nn.Parameter(torch.ones(SHAPE, dtype=dtype))
-    parameter.grad = torch.ones_like(parameter)
     if any(entry.container for entry in state):
         raise KeyError("it keeps state in containers, which are laid out once")
-    places: dict[str, dict[str, Any]] = {"parameter": {}, "group": {**options, "params": [parameter]}}
-    places |= {"state": named_state(optimizer), "optimizer": {}, "ours": {}}
-    for entry in state:
-        places[entry.place][entry.name] = _later(entry, dtype)
-    kept = defaultdict(dict, {parameter: places["parameter"], **places["state"]})
-    made = copy_of(optimizer, [places["group"]], kept, places["optimizer"])
-    step_of(type(made))(made)
-
-
-def _later(entry: StateTensor, dtype: torch.dtype) -> Any:
-    """A value other than the initial one: code that asks whether it is the first step must see that it is not."""
-    if not entry.scalar:
-        return torch.full(SHAPE, entry.initial, dtype=entry.dtype or dtype)
-    value = entry.initial + 1
-    if entry.number:
-        return int(value) if value == int(value) else value
-    return torch.tensor(value, dtype=entry.dtype or dtype)
+    parameter = nn.Parameter(torch.ones(SHAPE, dtype=torch.float64))
+    parameter.grad = torch.ones_like(parameter)
+    # Numbers are not the initial ones: code that asks whether it is the first step must see that it is not.
+    tensors = {entry.name: initial(entry, parameter) + entry.scalar for entry in state}
+    part = Part(Kept(state, ()), options, tensors, [(parameter, tensors)])
+    made = copy_of(optimizer, [{"params": []}], {})
+    with suppress(Refused):  # after the step: what it made besides is what the new rule has more
+        make_step(made, [part], number_of)

@@ -11,33 +11,16 @@ from __future__ import annotations
 import copy
 import re
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Mapping, Sequence
-from typing import Any, TypeAlias
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch.utils import _pytree as pytree
-
-Form: TypeAlias = pytree.TreeSpec
 
 
 def is_container(value: Any) -> bool:
     """Whether it is a container that can be looked into, and made again."""
     return type(value) in (dict, OrderedDict, defaultdict, list, tuple, deque)
-
-
-def form_of(value: Any) -> Form:
-    """The value's containers, without what is in them."""
-    return pytree.tree_structure(value)
-
-
-def leaves_of(value: Any) -> list[Any]:
-    """The values in its containers, in order."""
-    return pytree.tree_leaves(value)
-
-
-def filled(form: Form, leaves: Sequence[Any]) -> Any:
-    """Containers of this form that hold these values, in order."""
-    return pytree.tree_unflatten(leaves, form)
 
 
 def named_leaves(name: str, value: Any) -> dict[str, Any]:

@@ -19,11 +19,11 @@ from typing import Any
 
 import torch
 from torch.optim import Optimizer
+from torch.utils import _pytree as pytree
 
 from fsdp_compiled.optim.element_wise import element_wise_only
 from fsdp_compiled.optim.optimizer_copy import MISSING, Refused, attributes_of, step_of
 from fsdp_compiled.optim.rule import Kept, StateTensor
-from fsdp_compiled.optim.state_containers import filled, form_of, leaves_of
 
 Named = Mapping[str, torch.Tensor]
 WORDS = {"group": "its group entry", "optimizer": "its attribute", "state": "its state"}
@@ -46,14 +46,14 @@ def step_on_shards(optimizer: Optimizer, parts: Sequence[Part]) -> None:
     not element-wise; then the step is half made."""
     views = [(parameter, parameter.detach()) for part in parts for parameter, _ in part.parameters]
     with torch.no_grad():
-        make_step(optimizer, parts, _number, element_wise_only())
+        make_step(optimizer, parts, number_of, element_wise_only())
     for parameter, view in views:
         if parameter.data_ptr() != view.data_ptr():  # its code bound `p.data` anew
             view.copy_(parameter.detach())
             parameter.data = view
 
 
-def _number(tensor: torch.Tensor, entry: StateTensor) -> bool | int | float:
+def number_of(tensor: torch.Tensor, entry: StateTensor) -> bool | int | float:
     """The number as the code kept it. One that began as a whole number and no longer is one becomes a float."""
     value = tensor.item()
     if entry.number is bool and value in (0, 1):
@@ -128,7 +128,7 @@ def _of_parameter(
     for name, form in kept.forms:
         inside = [entry.name for entry in kept.state if entry.container == name]
         if all(label in found for label in inside):
-            found[name] = filled(form, [found.pop(label) for label in inside])
+            found[name] = pytree.tree_unflatten([found.pop(label) for label in inside], form)
     return found
 
 
@@ -156,10 +156,10 @@ def _opened(kept: Kept, entries: Mapping[str, Any]) -> dict[str, Any]:
         value = found.pop(name, None)
         if value is None and not entries:
             continue
-        if value is None or form_of(value) != form:
+        if value is None or pytree.tree_structure(value) != form:
             raise Refused(f"its state {name!r}, a {form.type.__name__}, does not keep its form from step to step")
         inside = [entry.name for entry in kept.state if entry.container == name]
-        found |= dict(zip(inside, leaves_of(value), strict=True))
+        found |= dict(zip(inside, pytree.tree_leaves(value), strict=True))
     return found
 
 

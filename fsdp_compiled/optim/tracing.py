@@ -104,21 +104,10 @@ class Numbers(TorchFunctionMode):
         """Makes the call in a form whose numbers may be tensors, and which rounds as with Python numbers."""
         base = name.rstrip("_") if not name.startswith("__") else name.strip("_")
         scale = kwargs.get("alpha", kwargs.get("value"))
-        if base in ("addcdiv", "addcmul") and len(args) == 4:  # the deprecated order: self, value, tensor1, tensor2
-            return func(*args, **kwargs)
-        if isinstance(scale, torch.Tensor) and base in ("add", "sub", "addcdiv", "addcmul"):
-            others = [*args[1:], *(kwargs[key] for key in ("other", "tensor1", "tensor2") if key in kwargs)]
+        if isinstance(scale, torch.Tensor) and base in ("add", "addcdiv", "addcmul"):
             target = args[0] if name.endswith("_") else args[0].clone()
-            if base == "sub":
-                base, scale = "add", -scale
-            if not all(isinstance(other, torch.Tensor) for other in others):
-                return func(*args, **kwargs)
-            getattr(operators, base + "_")(target, *others, scale)
+            getattr(operators, base + "_")(target, *args[1:], scale)
             return target
-        if base == "full_like" and self.is_number(args[1] if len(args) > 1 else kwargs.get("fill_value")):
-            fill = args[1] if len(args) > 1 else kwargs["fill_value"]
-            rest = {key: value for key, value in kwargs.items() if key != "fill_value"}
-            return torch.zeros_like(args[0], **rest).copy_(fill)
         if base == "lerp":
             end = args[1] if len(args) > 1 else kwargs["end"]
             weight = args[2] if len(args) > 2 else kwargs["weight"]
@@ -133,19 +122,6 @@ class Numbers(TorchFunctionMode):
             if inverse.dtype in HALF:
                 return self._upcast(torch.mul, "mul", (inverse, args[0]), {})
             return inverse * args[0]
-        if base in ("clamp", "clip", "clamp_min", "clamp_max"):
-            bounds = [value for value in (*args[1:], *kwargs.values()) if isinstance(value, torch.Tensor)]
-            if bounds and all(bound.dim() == 0 for bound in bounds):
-                low = args[1] if len(args) > 1 else kwargs.get("min")
-                high = args[2] if len(args) > 2 else kwargs.get("max")
-                if base == "clamp_max":
-                    low, high = None, args[1] if len(args) > 1 else kwargs.get("max")
-                result = args[0]
-                if low is not None:
-                    result = torch.maximum(result, torch.as_tensor(low, dtype=result.dtype, device=result.device))
-                if high is not None:
-                    result = torch.minimum(result, torch.as_tensor(high, dtype=result.dtype, device=result.device))
-                return args[0].copy_(result) if name.endswith("_") else result
         if base in ARITHMETIC:
             args = self._in_its_dtype(args)
             if any(isinstance(a, torch.Tensor) and a.dim() and a.dtype in HALF for a in args[:1]):

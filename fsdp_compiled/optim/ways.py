@@ -24,6 +24,7 @@ from fsdp_compiled.optim.optimizer_copy import (
     attributes_of,
     copy_of,
     fresh_of,
+    is_plain,
     meaning,
     plain_options,
     step_of,
@@ -35,7 +36,6 @@ from fsdp_compiled.optim.tracing import Subject, trace
 from fsdp_compiled.optim.trial import FACTORS, Trial
 
 CPU = torch.device("cpu")
-PLAIN = (bool, int, float, str, type(None), torch.dtype)
 OTHERS = "its class is not one of torch.optim's"
 
 
@@ -103,16 +103,10 @@ def key_of(optimizer: Optimizer, group: Mapping[str, Any], values: Mapping[str, 
     """What a trial's outcome depends on; None if that cannot be said, as for code that reads from elsewhere."""
     options = {name: value for name, value in options_of(group).items() if name not in values}
     attributes = attributes_of(optimizer)
-    if not is_of_torch(optimizer) or not _is_plain((options, attributes)):
+    if not is_of_torch(optimizer) or not is_plain((options, attributes)):
         return None
     signs = tuple((name, value == 0, value > 0) for name, value in values.items())
     return code_of(optimizer), repr(sorted(options.items())), repr(sorted(attributes.items())), signs, dtype
-
-
-def _is_plain(value: Any) -> bool:
-    if isinstance(value, dict):
-        return all(map(_is_plain, value.values()))
-    return all(map(_is_plain, value)) if isinstance(value, tuple | list) else isinstance(value, PLAIN)
 
 
 def _judge(

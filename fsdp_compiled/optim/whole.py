@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import copy
 import itertools
-from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, TypeAlias
@@ -27,19 +26,10 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fsdp_compiled.optim.discovery import begin_of
-from fsdp_compiled.optim.optimizer_copy import (
-    Refused,
-    attributes_of,
-    copy_of,
-    fresh_of,
-    meaning,
-    named_state,
-    plain_options,
-    step_of,
-)
-from fsdp_compiled.optim.param_groups import hyper, options_of, scheduled, with_hyper
+from fsdp_compiled.optim.optimizer_copy import Refused, attributes_of, fresh_of, meaning, plain_options
+from fsdp_compiled.optim.param_groups import hyper, options_of, scheduled
 from fsdp_compiled.optim.state_containers import all_leaves
-from fsdp_compiled.optim.trial import BOUNDS, FACTORS, LATE
+from fsdp_compiled.optim.trial import FACTORS, Side, counters, difference, gradient_of
 
 Selection: TypeAlias = Callable[[Sequence[torch.Tensor]], list[torch.Tensor]]  # of all parameters, those of a side
 STEPS, UNCHANGED, MOST = len(FACTORS), 4, 128  # at least; without a new entry in the state; before the trial gives up
@@ -52,66 +42,6 @@ SHAPES: Mapping[int, tuple[tuple[int, ...], ...]] = {
     4: ((2, 1, 3, 2), (2, 2, 2, 2), (2, 1, 3, 2)),
 }
 STEADY = 0.8  # the part of a gradient that stays, for classes that wait until parameters move in one direction
-
-
-class Side:
-    """The class's own steps on these parameters; every operator is checked (`Apart`)."""
-
-    def __init__(
-        self,
-        optimizer: Optimizer,
-        options: Mapping[str, Any],
-        begin: Sequence[torch.Tensor],
-        notes: Mapping[str, Any],
-    ) -> None:
-        self.parameters = [nn.Parameter(value) for value in begin]
-        for parameter in self.parameters:
-            parameter.__dict__.update(notes)
-        state: Any = defaultdict(dict)
-        state |= named_state(optimizer)
-        probe = fresh_of(optimizer, options, nn.Parameter(torch.ones(2, 3)))
-        for parameter in self.parameters if probe is not None and any(probe.state.values()) else ():
-            if (mine := fresh_of(optimizer, options, parameter)) is not None and mine.state.get(parameter):
-                state[parameter] = dict(mine.state[parameter])
-        self.made = copy_of(optimizer, [{**options, "params": self.parameters}], state)
-
-    def step(self, gradients: Sequence[torch.Tensor], hypers: Mapping[str, float]) -> None:
-        group = self.made.param_groups[0]
-        for name, value in hypers.items():
-            group.update(with_hyper(group, name, value))
-        for parameter, gradient in zip(self.parameters, gradients, strict=True):
-            parameter.grad = gradient.clone()
-        with torch.no_grad(), Apart(self):
-            step_of(type(self.made))(self.made)
-
-    def numbers(self) -> dict[tuple[str, str], float]:
-        """The numbers that it keeps, by place and name."""
-        return {
-            (place, name): float(value)
-            for place, holders in self._holders().items()
-            for name, value in (holders[0] if holders else {}).items()
-            if type(value) in (int, float) or (isinstance(value, torch.Tensor) and not value.dim())
-        }
-
-    def move_on(self, counters: Sequence[tuple[str, str]]) -> None:
-        """Sets counters far ahead."""
-        for place, name in counters:
-            for holder in self._holders()[place]:
-                holder[name] = holder[name] + LATE
-
-    def _holders(self) -> dict[str, list[Any]]:
-        kept = [self.made.state[parameter] for parameter in self.parameters if parameter in self.made.state]
-        return {"group": self.made.param_groups, "attribute": [vars(self.made)], "state": kept}
-
-    def entries(self) -> int:
-        """How many values it keeps; growing state makes this grow."""
-        kept = [self.made.param_groups[0], attributes_of(self.made)]
-        return len(pytree.tree_leaves((kept, list(self.made.state.values()))))
-
-
-def is_known(kind: type[Optimizer]) -> bool:
-    """Whether the step is PyTorch's own code. That draws no numbers and talks to nobody, so it need not be checked."""
-    return all(f"{module}.".startswith("torch.optim.") for module in (kind.__module__, step_of(kind).__module__))
 
 
 class OnItsOwn(TorchDispatchMode):
@@ -269,7 +199,7 @@ def run_beside(
     counted: list[dict[tuple[str, str], float]] = []
     sizes: list[int] = []
     last = None
-    drawn = [partial(_gradient, shape, draw) for shape in shapes]
+    drawn = [partial(gradient_of, shape, draw) for shape in shapes]
     always: list[torch.Tensor] = []
     for index in itertools.count():
         gradients = [gradient() for gradient in drawn]
@@ -277,7 +207,7 @@ def run_beside(
         gradients = [(one + steady * (first - one)).to(dtype) for one, first in zip(gradients, always, strict=True)]
         hypers = {name: hyper(group, name) * (1 - 0.05 * (index % 3)) for name in scheduled(group) if name != "lr"}
         hypers |= {"lr": rate * factors[index % len(factors)]} if "lr" in group else {}
-        each(lambda side, select, given=gradients, now=hypers: side.step(select(given), now))  # type: ignore[misc]
+        each(lambda side, select, given=gradients, now=hypers: side.step(select(given), now, Apart))  # type: ignore[misc]
         compare(sides, begin, index)
         counted = [*counted[-2:], sides[0].numbers()]
         sizes = [*sizes[1 - UNCHANGED :], sides[0].entries()]
@@ -285,35 +215,8 @@ def run_beside(
             if index == last:
                 return
         elif index + 1 >= STEPS and len(sizes) == UNCHANGED and len(set(sizes)) == 1:
-            far = [name for name in counted[-1] if _counts(counted, name)]
+            far = counters(counted)
             each(lambda side, _, far=far: side.move_on(far))  # type: ignore[misc]
             last = index + 3
         elif index == MOST:
             raise Refused(f"its state still grows after {MOST} steps")
-
-
-def _gradient(shape: tuple[int, ...], draw: torch.Generator) -> torch.Tensor:
-    """A float64 gradient whose elements have many sizes."""
-    sizes = 10 ** (3 * torch.rand(shape, generator=draw, dtype=torch.float64) - 2)
-    return torch.randn(shape, generator=draw, dtype=torch.float64) * sizes
-
-
-def _counts(rows: Sequence[Mapping[Any, float]], name: Any) -> bool:
-    values = [row.get(name, 0.0) for row in rows]
-    return len(values) == 3 and all(b - a == 1 for a, b in itertools.pairwise(values))
-
-
-def difference(
-    mine: Sequence[torch.Tensor], theirs: Sequence[torch.Tensor], begin: Sequence[torch.Tensor], dtype: torch.dtype
-) -> str | None:
-    """How far these are off, where it is more than rounding explains."""
-    if not theirs:
-        return None
-    ours, wanted, start = (torch.cat([value.reshape(-1) for value in row]) for row in (mine, theirs, begin))
-    moved = float((wanted.double() - start.double()).nan_to_num().abs().max())
-    bound = BOUNDS[dtype] * moved + 4 * torch.finfo(dtype).eps * wanted.double().abs()
-    off = (ours.double() - wanted.double()).abs()
-    wrong = ~((ours == wanted) | (ours.isnan() & wanted.isnan())) & ~(off <= bound)
-    if not bool(wrong.any()):
-        return None
-    return f"an element is off by {float(off[wrong].max()):.2g}, where the one that moved most moved by {moved:.2g}"

@@ -42,11 +42,11 @@ from fsdp_compiled.capture.model_tensors import named_parameters
 from fsdp_compiled.distributed.mesh import Mesh, RankError, from_first
 from fsdp_compiled.distributed.owners import Owned, Round
 from fsdp_compiled.ir.program import OVERFLOW, Port
-from fsdp_compiled.optim.optimizer_copy import Refused, attributes_of, step_of
+from fsdp_compiled.optim.optimizer_copy import Refused, attributes_of, is_plain, step_of
 from fsdp_compiled.optim.param_groups import options_of
-from fsdp_compiled.optim.state_containers import all_leaves, filled, form_of, leaves_of, named_leaves
-from fsdp_compiled.optim.ways import noted_by
-from fsdp_compiled.optim.whole import OnItsOwn, is_known
+from fsdp_compiled.optim.state_containers import all_leaves, named_leaves
+from fsdp_compiled.optim.ways import is_of_torch, noted_by
+from fsdp_compiled.optim.whole import OnItsOwn
 from fsdp_compiled.plan.leaf import Leaf
 from fsdp_compiled.plan.plan import Plan, Slot
 from fsdp_compiled.runtime.checkpoint.values import Tensors, digest, encode
@@ -57,7 +57,6 @@ INSTEAD = "Use one whose update of a parameter is a function of its own gradient
 HALF = (
     "The optimizer's state may be half updated: load a checkpoint, or build the model and call compile_sharded again."
 )
-PLAIN = {bool, int, float, str, type(None)}
 
 
 def state_by_name(model: nn.Module, optimizer: Optimizer) -> dict[Any, Any]:
@@ -213,10 +212,9 @@ class WholeUpdate:
 
     def _step(self) -> None:
         """Calls the optimizer's own step on those pieces that have gradients."""
-        kind = type(self.optimizer)
         try:
-            with self._opened(), torch.no_grad(), nullcontext() if is_known(kind) else OnItsOwn():
-                step_of(kind)(self.optimizer)
+            with self._opened(), torch.no_grad(), nullcontext() if is_of_torch(self.optimizer) else OnItsOwn():
+                step_of(type(self.optimizer))(self.optimizer)
         except Refused as error:
             raise RuntimeError(
                 f"{self.name} runs as it is, on whole parameters, and now {error}: each rank would update by another "
@@ -299,7 +297,7 @@ class WholeUpdate:
         found = {}
         for place, index, values in [*options, ("attribute", 0, attributes_of(self.optimizer))]:
             for name, value in values.items():
-                if _is_plain(value):
+                if is_plain(value):
                     found[place, name, index] = repr(value)  # most of them, without the cost of the rest
                     continue
                 tensors: Tensors = {}
@@ -346,10 +344,9 @@ class WholeUpdate:
             for top, value in self._state[piece].items() if piece in self._state else ():
                 labels = [f"{name}.{label}" for label in named_leaves(str(top), value)]
                 if not given.keys().isdisjoint(labels):
-                    leaves = [
-                        _instead(leaf, given.get(label)) for label, leaf in zip(labels, leaves_of(value), strict=True)
-                    ]
-                    self._state[piece][top] = filled(form_of(value), leaves)
+                    leaves, form = pytree.tree_flatten(value)
+                    leaves = [_instead(leaf, given.get(label)) for label, leaf in zip(labels, leaves, strict=True)]
+                    self._state[piece][top] = pytree.tree_unflatten(leaves, form)
 
     def _kept(self) -> dict[str, Any]:
         """Tensors and numbers of the parameters' state, by name."""
@@ -389,13 +386,6 @@ class WholeUpdate:
                 self._state[piece] = {key: _placed(value, str(key), piece.device) for key, value in owned[name].items()}
         vars(self.optimizer).update(others["attributes"])
         self._written = {"option": set(others["written"]), "attribute": set(others["attributes"])}
-
-
-def _is_plain(value: Any) -> bool:
-    kind = type(value)
-    if kind is dict:
-        return PLAIN.issuperset(map(type, value)) and all(map(_is_plain, value.values()))
-    return kind in PLAIN or (kind is tuple and PLAIN.issuperset(map(type, value)))
 
 
 def _instead(old: Any, new: torch.Tensor | None) -> Any:

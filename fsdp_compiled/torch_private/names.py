@@ -172,10 +172,9 @@ TABLE: dict[str, Use] = {
     ), "each of a model's equal blocks is traced by itself: some 30 ms a block at the first step"),
     "Inductor": Use("speed", tuple(f"torch._inductor.{name}" for name in (
         "async_compile.AsyncCompile", "codecache", "codecache.CacheBase", "codecache.cache_dir", "codecache.torch_key",
-        "codegen.common.custom_backend_passes", "config", "cpu_vec_isa.VecAVX2", "cpu_vec_isa.VecAVX512",
-        "cpu_vec_isa.VecISA", "cpu_vec_isa._get_isa_dry_compile_fingerprint", "cpu_vec_isa.pick_vec_isa",
-        "output_code.CompiledFxGraph", "standalone_compile", "standalone_compile.CacheCompiledArtifact",
-        "standalone_compile.CompiledArtifact",
+        "codegen.common.custom_backend_passes", "config", "cpu_vec_isa.VecISA",
+        "cpu_vec_isa._get_isa_dry_compile_fingerprint", "output_code.CompiledFxGraph",
+        "standalone_compile", "standalone_compile.CacheCompiledArtifact", "standalone_compile.CompiledArtifact",
     )), "programs run as with Policy(lower='eager'), operator by operator, and nothing is kept on disk"),
 }  # fmt: skip
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from torch._inductor import codecache, cpu_vec_isa
-from torch._inductor.cpu_vec_isa import VecAMX, VecAVX2, VecAVX512, VecISA
+from torch._inductor.cpu_vec_isa import VecAVX2, VecAVX512, VecISA
 
 from fsdp_compiled.lower.isa_probes import remembered, without_headers
 
@@ -16,7 +16,6 @@ from fsdp_compiled.lower.isa_probes import remembered, without_headers
 def trials(monkeypatch: pytest.MonkeyPatch) -> Callable[[bool], list[str]]:
     """In the place of Inductor's trials: those made so far, and from now on all with this outcome."""
     made: list[str] = []
-    monkeypatch.setattr("fsdp_compiled.lower.isa_probes._good", {})  # what this process compiled before
 
     def outcome(succeeds: bool) -> list[str]:
         def check(isa: VecISA, code: str) -> bool:
@@ -67,23 +66,6 @@ def test_nothing_is_remembered_without_a_folder(trials: Callable[[bool], list[st
         with remembered(None):
             assert cpu_vec_isa.VecAVX2().check_build("one")
     assert len(made) == 2 and VecISA.check_build is before
-
-
-@pytest.mark.parametrize(("first", "second"), [(VecAMX, VecAVX512), (VecAVX512, VecAVX2)])
-def test_an_extension_that_another_contains_is_not_tried_by_itself(
-    first: type[VecISA],
-    second: type[VecISA],
-    trials: Callable[[bool], list[str]],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    for succeeds, expected in ((False, 2), (True, 1)):
-        monkeypatch.setattr("fsdp_compiled.lower.isa_probes._good", {})
-        made = trials(succeeds)
-        made.clear()
-        with remembered(tmp_path):
-            assert first().check_build("one") == second().check_build("one") == succeeds
-        assert len(made) == expected
 
 
 def test_headers_are_left_alone_inside_and_are_what_they_were_after() -> None:

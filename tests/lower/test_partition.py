@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import re
 from collections import Counter
 from collections.abc import Collection, Sequence
 from typing import Any
@@ -21,7 +20,6 @@ from fsdp_compiled.ir.nodes import is_collective, is_view, mutated, role_of
 from fsdp_compiled.lower.inductor import divide
 from fsdp_compiled.lower.partition import segments
 from fsdp_compiled.lower.piece import FEW, Piece
-from fsdp_compiled.lower.program_code import Code
 from tests import models, recipes, simulate
 from tests.chosen import chosen, examples
 from tests.models import Block, Recipe
@@ -67,7 +65,6 @@ def test_more_layers_and_larger_units_make_no_more_distinct_pieces(shard: str, c
 
 
 def test_what_is_compiled_at_96_layers_is_what_is_at_24() -> None:
-    """Under Inductor: the pieces, and the lines of Python but for calls of them. Under eager: the functions."""
     found = []
     for layers in (24, 96):
         torch.manual_seed(0)
@@ -77,16 +74,12 @@ def test_what_is_compiled_at_96_layers_is_what_is_at_24() -> None:
         )
         sharded.step(*host_time.batch())
         distinct = {piece.key(): piece for piece in pieces(sharded.program, sharded.plan.blocks)}
-        code = Code(sharded.program.graph)
-        functions = re.findall(r"^def \w+\(.*?(?=^def |\Z)", code.text, re.DOTALL | re.MULTILINE)
-        assert len(code.nodes) > 110 * layers
-        found.append((distinct, functions[:-1], functions[-1].count("\n")))
-    (few, some, short), (many, same, long) = found
+        assert len(sharded.program.graph.nodes) > 110 * layers
+        found.append(distinct)
+    few, many = found
     (statistics,) = (piece for key, piece in many.items() if key not in few)  # of more numbers than `FEW`
     assert {role_of(node) for node in statistics.nodes} == {"norm"} and few.keys() <= many.keys()
     assert len(few) == 7
-    assert len(same) == len(some) == 3 and sum(one.count("\n") for one in same) == sum(one.count("\n") for one in some)
-    assert long - short < 5 * 72
 
 
 def test_without_blocks_the_merged_units_make_pieces_that_grow() -> None:

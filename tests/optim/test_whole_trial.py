@@ -9,7 +9,7 @@ import torch
 from torch import nn, optim
 
 from fsdp_compiled.optim.rules import make_rules
-from fsdp_compiled.optim.whole import is_known
+from fsdp_compiled.optim.ways import is_of_torch
 from tests.whole_optimizers import Own
 
 
@@ -76,8 +76,10 @@ def test_only_pytorch_s_own_code_is_not_looked_at() -> None:
     class Mine(optim.Muon):
         pass
 
-    assert is_known(optim.Muon) and is_known(optim.Adafactor) and is_known(optim.AdamW)
-    assert not is_known(Mine) and not is_known(Own)
+    parameters = [nn.Parameter(torch.randn(3, 2))]
+    muon, *others = (kind(parameters) for kind in (optim.Muon, optim.Adafactor, optim.AdamW))
+    assert is_of_torch(muon) and all(map(is_of_torch, others))
+    assert not is_of_torch(Mine(parameters)) and not is_of_torch(Own(parameters))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(optim.Muon, "step", Own.step)
-        assert not is_known(optim.Muon)
+        assert not is_of_torch(muon)

@@ -38,7 +38,7 @@ from fsdp_compiled.lower.bundle import load_named_bundle
 from fsdp_compiled.lower.compiled_piece import Call
 from fsdp_compiled.lower.cuda_device import environment
 from fsdp_compiled.lower.cuda_graph import Replays, make_device
-from fsdp_compiled.lower.inductor import cache_place, chooses_products, compile_all, divide, warm_up
+from fsdp_compiled.lower.inductor import cache_place, chooses_products, compile_all, divide
 from fsdp_compiled.lower.lowering import Bind, Lowering, Runner
 from fsdp_compiled.lower.pending_collectives import PendingCollectives
 from fsdp_compiled.lower.split_forward_backward import reached, whole_gradients
@@ -89,8 +89,6 @@ class ProgramMaker:
         ``plain``: parameters of the model that are not in the plan, by name.
         """
         load_named_bundle(mesh.world)
-        if plan.device.type == "cpu" and plan.policy.lower == "inductor":
-            warm_up()
         self.captures = 0
         graphs = plan.policy.cuda_graph if not plan.policy.offload else False
         self.replays = replays or Replays(make_device(plan.device, graphs), graphs)
