@@ -58,7 +58,7 @@ def traced(model: nn.Module, function: Any, patch: pytest.MonkeyPatch) -> tuple[
 
     def seeing(self: Any) -> None:
         complete(self)
-        found.append([described(node) for node in self.whole.module.graph.nodes])
+        found.append([described(node) for node in self.module.graph.nodes])
 
     def watching(*given: Any) -> Repeats:
         watched.append(repeats(*given))

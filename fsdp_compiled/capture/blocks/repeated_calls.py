@@ -86,7 +86,6 @@ class Repeats:
         self.built: list[tuple[WrittenBlock, int, Guard]] = []  # guards that Dynamo built, with their places (`guard`)
         self._unseen: dict[int, LazyVariableTracker] = {}  # blocks that Dynamo did not look at, by identity
         self._told: set[str] = set()
-        self._inside = 0  # how many nested blocks Dynamo is walking through
         self._objects: Objects | None = None
         self._until_traced = contextlib.ExitStack()
 
@@ -152,16 +151,9 @@ class Repeats:
             self.written, self._tensors, self.built, self._unseen = [], set(), [], {}
         mine = self._lists[id(variable.value)]
 
-        def walked() -> Any:
-            self._inside += 1
-            try:
-                return walk()
-            finally:
-                self._inside -= 1
-
         if mine not in self._visited:  # only the first block to be called reads shared values for the first time
             self._visited.add(mine)
-            return walked()
+            return walk()
         before: Before | None = None
         with self._answered(variable):
             if self._objects is None or self._objects.effects is not tx.output.side_effects:
@@ -171,7 +163,7 @@ class Repeats:
                 return self._write(like, call)
             before = Before(call)
         compared = self._answers.compared
-        result = walked()
+        result = walk()
         if before is not None:
             with self._answered(variable):
                 if self._answers.compared > compared:
@@ -203,7 +195,7 @@ class Repeats:
             # A later `torch.autograd.grad` would look for a path through values that were not computed.
             self._until_traced.enter_context(config.patch(trace_autograd_ops=False))
         block = WrittenBlock(like, call, values)
-        result = block.write(tensors, out=self._inside > 0 or not like.can_stand)
+        result = block.write(tensors)
         self.written.append(block)
         self._tensors.update(map(id, tensors))
         self.wrote = True

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,7 +10,6 @@ import torch
 from torch import fx, nn
 
 OWN = "own"  # the metadata key for the tensor of an `own_tensor` node
-BLOCK = "block"  # the metadata key for the block of a `Template.call` node
 # The metadata of a node that is written anew for each copy.
 WRITTEN = (
     "example_value", "creation_timestamp", "source_fn_stack", "nn_module_stack", "stack_trace", "grapharg", OWN,
@@ -18,12 +17,7 @@ WRITTEN = (
 
 
 def own_tensor() -> torch.Tensor:
-    """Stands in Dynamo's graph for an own tensor of a block that was not walked through (`inlined`)."""
-    raise AssertionError
-
-
-def result_of() -> torch.Tensor:
-    """Stands in Dynamo's graph for a result of such a block: ``result_of(block, place)``."""
+    """Stands in Dynamo's graph for an own tensor of a block that was not walked through (`with_own_tensors`)."""
     raise AssertionError
 
 
@@ -57,32 +51,15 @@ class Template:
 
     modules  the block's modules, as a module stack names them; ``stacks``: the module stacks of its nodes
     inputs   the lines of the block's own tensors; ``lines``: those of its calls
-    given    nodes of others that the block reads: the tensors that it is called with, and values that all blocks read
-    call     the function that stands in Dynamo's graph for all calls of a block
     """
 
-    def __init__(
-        self,
-        module: nn.Module,
-        trace: str,
-        given: Sequence[fx.Node],
-        inputs: Sequence[fx.Node],
-        nodes: Sequence[fx.Node],
-    ) -> None:
-        """``trace``: the user's lines that call the block; ``given``: the tensors that it is called with."""
+    def __init__(self, module: nn.Module, trace: str, inputs: Sequence[fx.Node], nodes: Sequence[fx.Node]) -> None:
+        """``trace``: the user's lines that call the block."""
         self._trace = trace
         self._places: dict[tuple[str, ...], int] = {}
         self.stacks: list[Mapping[str, Any]] = []
         self.modules = [str(id(one)) for one in module.modules()]
         self.inputs, self.lines = [list(map(self._line, group)) for group in (inputs, nodes)]
-        here = {*inputs, *nodes}
-        others = [one for node in nodes for one in node.all_input_nodes if one not in here]
-        self.given = list(dict.fromkeys([*given, *others]))
-
-        def written_block(*_: Any) -> Any:
-            raise AssertionError
-
-        self.call: Callable[..., Any] = written_block
 
     def _line(self, node: fx.Node) -> Line:
         meta = node.meta

@@ -19,7 +19,6 @@ from torch._subclasses.fake_tensor import FakeTensor
 from fsdp_compiled.capture.blocks.block_calls import NEW, BlockCall, Unlike, modes, moved, plain, plain_layout
 from fsdp_compiled.capture.blocks.guard_probes import Questions, structure_of
 from fsdp_compiled.capture.blocks.templates import OWN, WRITTEN, Template, own_tensor
-from fsdp_compiled.capture.source_lines import path_in
 from fsdp_compiled.ir.nodes import fake_tensor
 from fsdp_compiled.torch_private.dynamo import (
     ConstantVariable,
@@ -162,21 +161,7 @@ class WalkedBlock:
 
     @functools.cached_property
     def template(self) -> Template:
-        return Template(self.call.module, self.call.trace, self.call.tensors, self.inputs, self.nodes)
-
-    @functools.cached_property
-    def can_stand(self) -> bool:
-        """Whether one node can stand for a whole block. Dynamo must see nodes that change modes in its graph."""
-        return bool(self.results) and not any(node.target in VALUELESS for node in self.nodes)
-
-    @functools.cached_property
-    def paths(self) -> list[tuple[str, bool]]:
-        """For each of the template's stacks the innermost submodule, and whether it is the block or in it."""
-        found = []
-        for stack in self.template.stacks:
-            names = [name for name, _ in stack.values() if path_in([name])]
-            found.append((path_in(names), bool(names) and self.inside(names[-1])))
-        return found
+        return Template(self.call.module, self.call.trace, self.inputs, self.nodes)
 
     def _guards(self, guards: Iterable[Guard]) -> Iterable[tuple[Guard, Any, tuple[Source, ...]]]:
         """The guards of the block. Those from before its call count too: the block may have read the same again."""
