@@ -71,7 +71,7 @@ def differentiated(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[Any]]:
         pytest.param(lambda: Model("", 8, odd=1), [6], id="another block first", marks=pytest.mark.exhaustive),
         pytest.param(TwoLists, [LAYERS, LAYERS + 1], id="two lists"),
         pytest.param(lambda: Model("one mask", 11), [7], id="one is given something else"),
-        pytest.param(lambda: Model("tuple"), [], id="two results", marks=pytest.mark.exhaustive),
+        pytest.param(lambda: Model("tuple"), [LAYERS], id="two results", marks=pytest.mark.exhaustive),
         # These differentiate everything as it stands.
         pytest.param(lambda: Model("index"), [], id="a number of its own"),
         pytest.param(lambda: Model("hidden states"), [], id="results read elsewhere"),

@@ -18,7 +18,6 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from fsdp_compiled.capture.blocks.block_calls import NEW, BlockCall, Unlike, modes, moved, plain, plain_layout
 from fsdp_compiled.capture.blocks.guard_probes import Questions, structure_of
-from fsdp_compiled.capture.blocks.templates import OWN, WRITTEN, Template, own_tensor
 from fsdp_compiled.ir.nodes import fake_tensor
 from fsdp_compiled.torch_private.dynamo import (
     ConstantVariable,
@@ -29,6 +28,17 @@ from fsdp_compiled.torch_private.dynamo import (
     TupleVariable,
 )
 from fsdp_compiled.torch_private.modes import C, enter_autocast, exit_autocast
+
+OWN = "own"  # the metadata key for the tensor of an `own_tensor` node
+# The metadata of a node that is written anew for each copy.
+WRITTEN = (
+    "example_value", "creation_timestamp", "source_fn_stack", "nn_module_stack", "stack_trace", "grapharg", OWN,
+)  # fmt: skip
+
+
+def own_tensor() -> torch.Tensor:
+    """Stands in Dynamo's graph for an own tensor of a block that was not walked through (`with_own_tensors`)."""
+    raise AssertionError
 
 
 class Before:
@@ -121,7 +131,8 @@ def is_input(node: fx.Node) -> bool:
 class WalkedBlock:
     """A block that Dynamo walked through. Raises `Unlike` if the nodes that Dynamo wrote cannot be repeated.
 
-    nodes    the nodes that it wrote; ``inputs``: those of the block's own tensors; ``sources``: where these tensors are
+    nodes    the nodes that it wrote, which Dynamo leaves as they are until all blocks are written
+    inputs   the nodes of the block's own tensors; ``sources``: where these tensors are
     guards   the block's guards, each with its object now and the other sources that it names; ``kinds``: their kinds
     ordered  the sources of dictionaries whose keys it read in order
     results  the nodes that are returned; ``variables``: for each, a variable of Dynamo's to clone
@@ -158,10 +169,6 @@ class WalkedBlock:
         self.variables: dict[fx.Node, TensorVariable] = {}
         self._others: dict[fx.Node, list[Any]] = {node: [] for node in self.results}
         self._check_results([*self.inputs, *call.tensors])
-
-    @functools.cached_property
-    def template(self) -> Template:
-        return Template(self.call.module, self.call.trace, self.inputs, self.nodes)
 
     def _guards(self, guards: Iterable[Guard]) -> Iterable[tuple[Guard, Any, tuple[Source, ...]]]:
         """The guards of the block. Those from before its call count too: the block may have read the same again."""

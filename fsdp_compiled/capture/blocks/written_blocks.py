@@ -10,7 +10,7 @@ finds the parameter. The graph needs only an input for it, which it gets when Dy
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,8 +18,7 @@ import torch
 from torch import fx
 
 from fsdp_compiled.capture.blocks.block_calls import BlockCall
-from fsdp_compiled.capture.blocks.templates import OWN, Line, own_tensor
-from fsdp_compiled.capture.blocks.walked_blocks import WalkedBlock
+from fsdp_compiled.capture.blocks.walked_blocks import OWN, WRITTEN, WalkedBlock, own_tensor
 from fsdp_compiled.capture.guards import OWN as OWN_TENSOR
 from fsdp_compiled.capture.guards import plain_names
 from fsdp_compiled.torch_private.dynamo import (
@@ -73,38 +72,41 @@ class WrittenBlock:
 
     def write(self, tensors: Sequence[torch.Tensor]) -> Any:
         """Writes the block, and returns Dynamo's variable for its result. ``tensors``: the block's own."""
-        walked, call, template = self.walked, self.call, self.walked.template
+        walked, call = self.walked, self.call
         graph = call.output.graph
-        modules = dict(zip(template.modules, (str(id(one)) for one in call.module.modules()), strict=True))
-        stacks = [self._stack(stack, modules) for stack in template.stacks]
-        mine = dict(zip(walked.call.tensors, call.tensors, strict=True))
-
-        def written(line: Line, made: fx.Node) -> fx.Node:
-            """Gives a node the metadata of the walked block's, with this block's modules and the user's lines."""
-            mine[line.node], meta = made, made.meta
-            meta.update(line.kept)
-            meta["creation_timestamp"] = call.output.timestamp
-            if line.stack is not None:
-                meta["stack_trace"] = call.trace + line.user
-                meta["nn_module_stack"] = stacks[line.stack]
-            meta.update(line.value)  # which nothing can reach but what is returned, and is not changed
-            return made
-
-        for line, source, tensor in zip(template.inputs, walked.sources, tensors, strict=True):
-            made = written(line, graph.create_node("call_function", own_tensor, (), {}, own_tensor.__name__))
-            made.meta[OWN] = Own(self._there(source), tensor)
-        for line in template.lines:
-            args: Any = fx.node.map_arg(line.args, lambda one: mine.get(one, one))
-            kwargs: Any = fx.node.map_arg(line.kwargs, lambda one: mine.get(one, one))
-            made = written(line, graph.create_node(line.op, line.target, args, kwargs, line.name))
-            if line.function is not None:
-                made.meta["source_fn_stack"] = [(made.name, line.function)]
+        mine = dict(zip(walked.call.tensors, call.tensors, strict=True))  # this block's nodes by the walked block's
+        for node, source, tensor in zip(walked.inputs, walked.sources, tensors, strict=True):
+            mine[node] = graph.create_node("call_function", own_tensor)
+            mine[node].meta[OWN] = Own(self._there(source), tensor)
+        for node in walked.nodes:
+            args: Any = fx.node.map_arg(node.args, lambda one: mine.get(one, one))
+            kwargs: Any = fx.node.map_arg(node.kwargs, lambda one: mine.get(one, one))
+            mine[node] = made = graph.create_node(node.op, node.target, args, kwargs)
+            if "source_fn_stack" in node.meta:
+                made.meta["source_fn_stack"] = [(made.name, node.meta["source_fn_stack"][-1][1])]
+        self._describe([(node, mine[node]) for node in (*walked.inputs, *walked.nodes)])
         for node in walked.results:
             mine[node].meta["example_value"] = walked.another(node)
         call.output.guard_on_key_order.update(map(self._there, walked.ordered))
         for name, count in walked.visits.items():
             call.tx.num_calls[walked.path(name, call)] = count
         return self._returned(walked.result, mine)
+
+    def _describe(self, pairs: Iterable[tuple[fx.Node, fx.Node]]) -> None:
+        """Gives nodes the metadata of the walked block's, with this block's modules and the user's lines."""
+        one, other = self.walked.call, self.call
+        modules = {str(id(old)): str(id(new)) for old, new in zip(one.module.modules(), other.module.modules())}
+        stacks: dict[tuple[str, ...], dict[str, Any]] = {}
+        for node, made in pairs:
+            made.meta |= {key: value for key, value in node.meta.items() if key not in WRITTEN}
+            made.meta["creation_timestamp"] = other.output.timestamp
+            if "example_value" in node.meta:  # which nothing can reach but what is returned, and is not changed
+                made.meta["example_value"] = node.meta["example_value"]
+            if (stack := node.meta.get("nn_module_stack")) is not None:  # nodes that change modes have none
+                if tuple(stack) not in stacks:
+                    stacks[tuple(stack)] = self._stack(stack, modules)
+                made.meta["nn_module_stack"] = stacks[tuple(stack)]
+                made.meta["stack_trace"] = other.trace + node.meta.get("stack_trace", "").removeprefix(one.trace)
 
     def _stack(self, stack: Mapping[str, Any], modules: Mapping[str, str]) -> dict[str, Any]:
         """The same module stack for this block. ``modules``: its modules by the walked block's, as a stack names
