@@ -155,7 +155,6 @@ TABLE: dict[str, Use] = {
     "equal blocks": Use("speed", (
         f"{DYNAMO}.guards.CheckFunctionManager.build_guards", f"{DYNAMO}.guards.GuardBuilder",
         f"{DYNAMO}.guards.uninteresting_files",
-        f"{DYNAMO}.source.CallMethodItemSource", f"{DYNAMO}.source.DictGetItemSource",
         f"{DYNAMO}.source.LocalSource", f"{DYNAMO}.source.NNModuleSource", f"{DYNAMO}.source.is_from_global_source",
         f"{DYNAMO}.symbolic_convert.InstructionTranslatorBase.call_function",
         f"{VARIABLES}.ConstantVariable", f"{VARIABLES}.ConstDictVariable",

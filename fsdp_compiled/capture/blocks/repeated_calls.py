@@ -30,7 +30,7 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from fsdp_compiled.capture.blocks.block_calls import BlockCall, Objects, Unlike, call_path
+from fsdp_compiled.capture.blocks.block_calls import BlockCall, Unlike, call_path
 from fsdp_compiled.capture.blocks.equal_blocks import FEWEST
 from fsdp_compiled.capture.blocks.walked_blocks import Before, WalkedBlock
 from fsdp_compiled.capture.blocks.written_blocks import RepeatError, WrittenBlock
@@ -86,7 +86,7 @@ class Repeats:
         self.built: list[tuple[WrittenBlock, int, Guard]] = []  # guards that Dynamo built, with their places (`guard`)
         self._unseen: dict[int, LazyVariableTracker] = {}  # blocks that Dynamo did not look at, by identity
         self._told: set[str] = set()
-        self._objects: Objects | None = None
+        self._values: dict[Any, Any] = {}  # from before the trace, at the sources that were looked up
         self._until_traced = contextlib.ExitStack()
 
     @contextlib.contextmanager
@@ -148,7 +148,7 @@ class Repeats:
     def _call(self, walk: Callable[[], Any], variable: Any, tx: Any, args: Any, kwargs: Any) -> Any:
         if tx.output is not self._output:
             self._output, self._visited, self._walked = tx.output, set(), {}
-            self.written, self._tensors, self.built, self._unseen = [], set(), [], {}
+            self.written, self._tensors, self.built, self._unseen, self._values = [], set(), [], {}, {}
         mine = self._lists[id(variable.value)]
 
         if mine not in self._visited:  # only the first block to be called reads shared values for the first time
@@ -156,9 +156,7 @@ class Repeats:
             return walk()
         before: Before | None = None
         with self._answered(variable):
-            if self._objects is None or self._objects.effects is not tx.output.side_effects:
-                self._objects = Objects(tx.output.side_effects)
-            call = BlockCall(variable, tx, args, kwargs, self._objects)
+            call = BlockCall(variable, tx, args, kwargs, self._values)
             if (like := self._walked.get(mine)) is not None:
                 return self._write(like, call)
             before = Before(call)
@@ -183,8 +181,7 @@ class Repeats:
             return None
         unseen = Unseen(module, type(like.call.source)(variable.source))
         with self._answered(unseen):
-            assert self._objects is not None
-            result = self._write(like, BlockCall(unseen, tx, args, kwargs, self._objects))
+            result = self._write(like, BlockCall(unseen, tx, args, kwargs, self._values))
             self._unseen[id(module)] = variable
             return result
         return None

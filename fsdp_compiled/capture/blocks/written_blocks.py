@@ -18,7 +18,7 @@ import torch
 from torch import fx
 
 from fsdp_compiled.capture.blocks.block_calls import BlockCall
-from fsdp_compiled.capture.blocks.walked_blocks import OWN, WRITTEN, WalkedBlock, own_tensor
+from fsdp_compiled.capture.blocks.walked_blocks import OWN, WRITTEN, WalkedBlock, another, own_tensor
 from fsdp_compiled.capture.guards import OWN as OWN_TENSOR
 from fsdp_compiled.capture.guards import plain_names
 from fsdp_compiled.torch_private.dynamo import (
@@ -86,7 +86,7 @@ class WrittenBlock:
                 made.meta["source_fn_stack"] = [(made.name, node.meta["source_fn_stack"][-1][1])]
         self._describe([(node, mine[node]) for node in (*walked.inputs, *walked.nodes)])
         for node in walked.results:
-            mine[node].meta["example_value"] = walked.another(node)
+            mine[node].meta["example_value"] = another(node.meta["example_value"])
         call.output.guard_on_key_order.update(map(self._there, walked.ordered))
         for name, count in walked.visits.items():
             call.tx.num_calls[walked.path(name, call)] = count
