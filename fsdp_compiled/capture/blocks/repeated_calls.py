@@ -26,7 +26,7 @@ import functools
 import logging
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import nn
 
@@ -40,27 +40,13 @@ from fsdp_compiled.capture.python_answers import Answers
 from fsdp_compiled.torch_private.dynamo import (
     CheckFunctionManager,
     Guard,
-    InstructionTranslatorBase,
-    LazyVariableTracker,
-    NNModuleSource,
     Source,
     UnspecializedNNModuleVariable,
-    VariableBuilder,
     config,
 )
 
 log = logging.getLogger("fsdp_compiled")
 LOCK = threading.RLock()  # Dynamo, too, traces for one thread at a time
-
-
-class Unseen(NamedTuple):
-    """Stands for Dynamo's variable of a block, which Dynamo makes only when it looks at the block."""
-
-    value: nn.Module
-    source: Source
-
-    def get_nn_module_stack_source(self) -> Source:
-        return self.source
 
 
 class Repeats:
@@ -84,7 +70,6 @@ class Repeats:
         self.written: list[WrittenBlock] = []  # in the newest trace
         self._tensors: set[int] = set()  # their own tensors, by identity
         self.built: list[tuple[WrittenBlock, int, Guard]] = []  # guards that Dynamo built, with their places (`guard`)
-        self._unseen: dict[int, LazyVariableTracker] = {}  # blocks that Dynamo did not look at, by identity
         self._told: set[str] = set()
         self._values: dict[Any, Any] = {}  # from before the trace, at the sources that were looked up
         self._until_traced = contextlib.ExitStack()
@@ -106,26 +91,6 @@ class Repeats:
                 return walk()
             return self._call(walk, variable, tx, args, kwargs)
 
-        call = InstructionTranslatorBase.call_function
-
-        def call_unseen(tx: Any, function: Any, args: Any, kwargs: Any) -> None:
-            result = None
-            if threading.get_ident() == thread and type(function) is LazyVariableTracker:
-                result = self._call_unseen(function, tx, args, kwargs)
-            if result is None:
-                call(tx, function, args, kwargs)
-            else:
-                tx.push(result)
-
-        wrap = VariableBuilder.wrap_module
-
-        def wrap_module(builder: Any, value: nn.Module) -> Any:
-            unseen = self._unseen.pop(id(value), None) if threading.get_ident() == thread else None
-            if unseen is None or unseen.source == builder.source:
-                return wrap(builder, value)
-            unseen.realize()  # it has two names
-            return builder(value)
-
         build = CheckFunctionManager.build_guards
 
         def build_guards(manager: Any, guards: Any, *rest: Any, **named: Any) -> Any:
@@ -135,8 +100,6 @@ class Repeats:
 
         instead: list[tuple[Any, str, Any]] = [
             (kind, "call_function", call_function),
-            (InstructionTranslatorBase, "call_function", call_unseen),
-            (VariableBuilder, "wrap_module", wrap_module),
             (CheckFunctionManager, "build_guards", build_guards),
         ]
         with contextlib.ExitStack() as stack:
@@ -148,7 +111,7 @@ class Repeats:
     def _call(self, walk: Callable[[], Any], variable: Any, tx: Any, args: Any, kwargs: Any) -> Any:
         if tx.output is not self._output:
             self._output, self._visited, self._walked = tx.output, set(), {}
-            self.written, self._tensors, self.built, self._unseen, self._values = [], set(), [], {}, {}
+            self.written, self._tensors, self.built, self._values = [], set(), [], {}
         mine = self._lists[id(variable.value)]
 
         if mine not in self._visited:  # only the first block to be called reads shared values for the first time
@@ -170,21 +133,6 @@ class Repeats:
                 guards = [block.guard(place) for block in inside for place in range(len(block.walked.guards))]
                 self._walked[mine] = WalkedBlock(call, before, result, guards)
         return result
-
-    def _call_unseen(self, variable: LazyVariableTracker, tx: Any, args: Any, kwargs: Any) -> Any:
-        """The same for a block that Dynamo has not looked at yet; None if Dynamo must look at it."""
-        if variable.is_realized() or tx.output is not self._output:
-            return None
-        module = variable.original_value()
-        like = self._walked.get(self._lists.get(id(module), (0, object)))
-        if like is None or not isinstance(like.call.source, NNModuleSource) or module in tx.output.side_effects:
-            return None
-        unseen = Unseen(module, type(like.call.source)(variable.source))
-        with self._answered(unseen):
-            result = self._write(like, BlockCall(unseen, tx, args, kwargs, self._values))
-            self._unseen[id(module)] = variable
-            return result
-        return None
 
     def _write(self, like: WalkedBlock, call: BlockCall) -> Any:
         tensors, values = like.check(call, self._tensors)
