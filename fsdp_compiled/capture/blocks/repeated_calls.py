@@ -38,14 +38,15 @@ from fsdp_compiled.capture.guards import Recorder, is_own, plain_names
 from fsdp_compiled.capture.object_identity import has_text
 from fsdp_compiled.capture.python_answers import Answers
 from fsdp_compiled.torch_private.dynamo import (
-    CheckFunctionManager,
     Guard,
     Source,
-    UnspecializedNNModuleVariable,
     config,
 )
+from fsdp_compiled.torch_private.names import replaced
 
 log = logging.getLogger("fsdp_compiled")
+CALL = "torch._dynamo.variables.nn_module.UnspecializedNNModuleVariable.call_function"
+BUILD = "torch._dynamo.guards.CheckFunctionManager.build_guards"
 LOCK = threading.RLock()  # Dynamo, too, traces for one thread at a time
 
 
@@ -77,38 +78,19 @@ class Repeats:
     @contextlib.contextmanager
     def watched(self) -> Iterator[None]:
         """Inside, calls of equal blocks that Dynamo comes to on this thread pass through here."""
-        with LOCK, self._patched(), contextlib.ExitStack() as self._until_traced:
+        others = (CALL, self._call), (BUILD, self._build)
+        with LOCK, replaced("equal blocks", *others), contextlib.ExitStack() as self._until_traced:
             yield
 
-    @contextlib.contextmanager
-    def _patched(self) -> Iterator[None]:
-        kind, thread = UnspecializedNNModuleVariable, threading.get_ident()
-        before = kind.call_function
+    def _build(self, build: Callable[..., Any], manager: Any, guards: Any, *rest: Any, **named: Any) -> Any:
+        if "guard_filter_fn" in named:  # those that are kept
+            guards = [*guards, *self.more(guards)]
+        return build(manager, guards, *rest, **named)
 
-        def call_function(variable: Any, tx: Any, args: Any, kwargs: Any) -> Any:
-            walk = functools.partial(before, variable, tx, args, kwargs)
-            if threading.get_ident() != thread or id(variable.value) not in self._lists:
-                return walk()
-            return self._call(walk, variable, tx, args, kwargs)
-
-        build = CheckFunctionManager.build_guards
-
-        def build_guards(manager: Any, guards: Any, *rest: Any, **named: Any) -> Any:
-            if threading.get_ident() == thread and "guard_filter_fn" in named:  # those that are kept
-                guards = [*guards, *self.more(guards)]
-            return build(manager, guards, *rest, **named)
-
-        instead: list[tuple[Any, str, Any]] = [
-            (kind, "call_function", call_function),
-            (CheckFunctionManager, "build_guards", build_guards),
-        ]
-        with contextlib.ExitStack() as stack:
-            for owner, name, function in instead:
-                stack.callback(setattr, owner, name, getattr(owner, name))
-                setattr(owner, name, function)
-            yield
-
-    def _call(self, walk: Callable[[], Any], variable: Any, tx: Any, args: Any, kwargs: Any) -> Any:
+    def _call(self, call_function: Callable[..., Any], variable: Any, tx: Any, args: Any, kwargs: Any) -> Any:
+        walk = functools.partial(call_function, variable, tx, args, kwargs)
+        if id(variable.value) not in self._lists:
+            return walk()
         if tx.output is not self._output:
             self._output, self._visited, self._walked = tx.output, set(), {}
             self.written, self._tensors, self.built, self._values = [], set(), [], {}
