@@ -82,11 +82,6 @@ def runs_of(module: fx.GraphModule, inputs: Sequence[Any], given: Sequence[Port]
     return found
 
 
-def has_lists(module: fx.GraphModule) -> bool:
-    """Whether there are lists of blocks that are long enough."""
-    return bool(_candidates(module, [node for node in module.graph.nodes if node.op not in ("placeholder", "output")]))
-
-
 def _candidates(module: fx.GraphModule, nodes: Sequence[fx.Node]) -> list[list[int]]:
     """Where the blocks of one list begin, for each list that has enough of them, in the order of the graph."""
     starts: dict[str, dict[str, int]] = {}

@@ -37,11 +37,7 @@ from fsdp_compiled.capture.blocks.written_blocks import RepeatError, WrittenBloc
 from fsdp_compiled.capture.guards import Recorder, is_own, plain_names
 from fsdp_compiled.capture.object_identity import has_text
 from fsdp_compiled.capture.python_answers import Answers
-from fsdp_compiled.torch_private.dynamo import (
-    Guard,
-    Source,
-    config,
-)
+from fsdp_compiled.torch_private.dynamo import Guard, Source, config
 from fsdp_compiled.torch_private.names import replaced
 
 log = logging.getLogger("fsdp_compiled")
@@ -95,7 +91,6 @@ class Repeats:
             self._output, self._visited, self._walked = tx.output, set(), {}
             self.written, self._tensors, self.built, self._values = [], set(), [], {}
         mine = self._lists[id(variable.value)]
-
         if mine not in self._visited:  # only the first block to be called reads shared values for the first time
             self._visited.add(mine)
             return walk()

@@ -26,7 +26,7 @@ from torch import fx, nn
 
 from fsdp_compiled.capture import aot
 from fsdp_compiled.capture.aot import Traced
-from fsdp_compiled.capture.blocks.equal_blocks import THIRD, Run, has_lists, runs_of, with_body
+from fsdp_compiled.capture.blocks.equal_blocks import THIRD, Run, runs_of, with_body
 from fsdp_compiled.capture.blocks.expand_repeats import ExpandedProgram, Unequal
 from fsdp_compiled.capture.model_tensors import is_wrapped
 from fsdp_compiled.capture.source_lines import MARK
@@ -105,6 +105,4 @@ def differentiate(
             return ExpandedProgram(module, found, runs, given).traced()
         except Unequal as why:
             log.info("equal blocks are differentiated one by one: %s", why)
-    elif has_lists(module):
-        log.info("blocks are differentiated one by one: too few in a row compute the same from the same sizes")
     return aot.differentiate(module, inputs, given, results)
