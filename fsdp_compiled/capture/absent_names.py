@@ -17,20 +17,18 @@ variables: if a trace read one, all of them must stay the same.
 from __future__ import annotations
 
 import builtins
-import contextlib
 import os
 import re
 import sys
-import threading
 import types
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from typing import Any
-from unittest import mock
 
 from torch import nn
 
 from fsdp_compiled.capture.source_lines import is_users
-from fsdp_compiled.torch_private.names import TABLE, find, uses
+from fsdp_compiled.torch_private.names import TABLE, find, replaced
 
 BUILTINS = frozenset(vars(builtins))
 OF_MODULES = re.compile(
@@ -41,22 +39,15 @@ TABLES = frozenset({"__dict__", "vars", "dir"})  # these read the names of an ob
 OBSERVED, KEY, ATTRIBUTE = TABLE["failed lookups"].names
 
 
-@contextlib.contextmanager
-def failed_lookups(found: set[str]) -> Iterator[None]:
+def failed_lookups(found: set[str]) -> AbstractContextManager[None]:
     """Inside, notes in ``found`` which kinds of lookup failed in this thread's trace: "key", "attribute"."""
-    if not uses("failed lookups"):
-        yield
-        return
     kinds = {"key": find(KEY), "attribute": find(ATTRIBUTE)}
-    make, thread = find(OBSERVED).__init__, threading.get_ident()
 
-    def noted(self: Any, *args: Any, **named: Any) -> None:
-        if threading.get_ident() == thread:
-            found.update(kind for kind, error in kinds.items() if isinstance(self, error))
+    def noted(make: Any, self: Any, *args: Any, **named: Any) -> None:
+        found.update(kind for kind, error in kinds.items() if isinstance(self, error))
         make(self, *args, **named)
 
-    with mock.patch.object(find(OBSERVED), "__init__", noted):
-        yield
+    return replaced("failed lookups", (f"{OBSERVED}.__init__", noted))
 
 
 def looks_elsewhere(kind: type) -> bool:

@@ -229,7 +229,7 @@ def trace_whole(
                 _check_next(made, trace)
         finally:
             made.undo()
-        tables = made.tables() if made.side_effects.rest else {}  # which writes out all blocks
+        tables = made.tables() if made.side_effects.rest else {}
         if results:  # a loop of the user's goes on with what it finds
             if lost := [one.name for one in made.side_effects.lost(tables) if not is_made_anew(one, made.code)]:
                 raise CaptureError(unread_results(lost))

@@ -7,25 +7,15 @@ import logging
 import re
 import types
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
-from fsdp_compiled.capture.aot import CaptureError, Traced
-from fsdp_compiled.capture.blocks.elided_blocks import (
-    Elided,
-    Gap,
-    blocks_of,
-    elided,
-    gaps_of,
-    inlined,
-    with_own_tensors,
-)
-from fsdp_compiled.capture.blocks.expand_repeats import Unequal
+from fsdp_compiled.capture.aot import CaptureError
 from fsdp_compiled.capture.blocks.repeats import differentiate
+from fsdp_compiled.capture.blocks.written_blocks import with_own_tensors
 from fsdp_compiled.capture.captured import CURE, Tensors
 from fsdp_compiled.capture.closure_values import Numbers
 from fsdp_compiled.capture.guards import Guards
@@ -43,20 +33,6 @@ from fsdp_compiled.torch_private.dynamo import TracingContext, tracing
 
 log = logging.getLogger("fsdp_compiled")
 NUMBERS = (torch.SymFloat, torch.SymInt, torch.SymBool)
-
-
-@dataclass
-class Form:
-    """Dynamo's graph with its blocks written out, and with ports for its inputs.
-
-    left   stretches that are left out of the module; ``every``: all ports of inputs, those of ``left`` too
-    """
-
-    module: fx.GraphModule
-    inputs: list[Any]
-    given: list[Port]
-    left: Sequence[Elided] = ()
-    every: Sequence[Port] = ()
 
 
 class Trace:
@@ -116,45 +92,15 @@ class Trace:
     def complete(self) -> None:
         """Puts all inputs into the graph, in order, with ports. Runs after Dynamo, whose code finds its own inputs."""
         assert self.module is not None
-        gaps = []
-        if blocks_of(self.module.graph):
-            gaps = gaps_of(self.module, self.inputs, self._input_ports(self.module, self.inputs), self.ports)
-        self.short = self._form(gaps)
-        if not gaps:
-            self.whole = self.short
-
-    @functools.cached_property
-    def whole(self) -> Form:
-        """The traced graph with all of its blocks."""
-        return self._form([])
-
-    def _form(self, gaps: Sequence[Gap]) -> Form:
-        """The traced graph with all of its blocks except those that the gaps leave out."""
-        assert self.module is not None
-        if not blocks_of(self.module.graph):
-            inputs = self._in_order(self.module, with_own_tensors(self.module.graph, self.inputs))
-            return Form(self.module, inputs, self._input_ports(self.module, inputs))
-        out = inlined(self.module, self.inputs, {left: one for gap in gaps for left, one in gap.instead()})
-        inputs = self._in_order(out.module, out.inputs)
-        found = Form(out.module, inputs, self._input_ports(out.module, inputs))
-        found.left = [elided(gap, self.module, out, self.ports) for gap in gaps]
-        absent = {port: port for left in found.left for stretch in left.stretches for port in stretch.ports}
-        ranks = {self.ports[one]: rank for one, rank in self._ranks.items()}
-        found.every = sorted([*found.given, *absent], key=lambda port: ranks.get(port, len(ranks)))
-        return found
-
-    @functools.cached_property
-    def _ranks(self) -> dict[int, int]:
-        """The place in the order of inputs, by identity: the batch's tensors, then the model's as registered."""
-        ranks: dict[int, int] = {}
-        for tensor in [*self.batch, *(self.tensors[place.name] for place in self.places)]:
-            ranks.setdefault(id(tensor), len(ranks))
-        return ranks
+        self.inputs = self._in_order(self.module, with_own_tensors(self.module.graph, self.inputs))
+        self.given = self._input_ports(self.module, self.inputs)
 
     def _in_order(self, module: fx.GraphModule, inputs: list[Any]) -> list[Any]:
         """Sorts the inputs and their placeholders: the batch's tensors, the model's as registered, then other tensors
         in the order in which the graph reads them."""
-        ranks = self._ranks
+        ranks: dict[int, int] = {}
+        for tensor in [*self.batch, *(self.tensors[place.name] for place in self.places)]:
+            ranks.setdefault(id(tensor), len(ranks))
         places = module.graph.find_nodes(op="placeholder")
         last = len(ranks)
         others = {node for node, value in zip(places, inputs, strict=True) if id(value) not in ranks}
@@ -195,49 +141,37 @@ class Trace:
 
     def meaning_after(self, before: Trace | None) -> Meaning:
         """The same; ``before``: the trace whose results this one may find."""
-        form = self.whole
-        ends = self._ends(form)
+        assert self.module is not None
+        ends = self._ends()
         wanted = [(str(self.outputs[id(result)]), node) for node, result in ends if id(result) in self.outputs]
-        places = form.module.graph.find_nodes(op="placeholder")
+        places = self.module.graph.find_nodes(op="placeholder")
         known: dict[fx.Node, str] = {}
         if before is not None:
             tables = before.tables()
             known = {
                 place: tables[id(value)]
-                for place, value in zip(places, form.inputs, strict=True)
+                for place, value in zip(places, self.inputs, strict=True)
                 if id(value) in tables
             }
-        return Meaning(form.module, wanted, dict(zip(places, map(str, form.given), strict=True)), known)
+        return Meaning(self.module, wanted, dict(zip(places, map(str, self.given), strict=True)), known)
 
     def tables(self) -> dict[int, str]:
         """The results that are computed from no input, by identity, with the hash of each."""
         constant = self.meaning.constant
-        return {id(result): constant[node] for node, result in self._ends(self.whole) if node in constant}
+        return {id(result): constant[node] for node, result in self._ends() if node in constant}
 
-    def _ends(self, form: Form) -> list[tuple[fx.Node, Any]]:
-        return list(zip(form.module.graph.output_node().args[0], self.results, strict=True))  # type: ignore[arg-type]
+    def _ends(self) -> list[tuple[fx.Node, Any]]:
+        assert self.module is not None
+        return list(zip(self.module.graph.output_node().args[0], self.results, strict=True))  # type: ignore[arg-type]
 
     def program(self) -> Program:
         """The joint program of the results that have a port. It differentiates only the loss or ports of kind
         ``result``."""
-        try:
-            found = self._differentiated(self.short)
-        except CaptureError:
-            raise
-        except Exception as why:  # an error of the user's is raised again below
-            if self.short is vars(self).get("whole"):
-                raise
-            level = logging.INFO if isinstance(why, Unequal) else logging.WARNING
-            log.log(level, "equal blocks are looked through one by one: %s: %s", type(why).__name__, why)
-            found = self._differentiated(self.whole)
-        self.constants |= found.literals
-        return found.program
-
-    def _differentiated(self, form: Form) -> Traced:
-        graph = form.module.graph
+        assert self.module is not None
+        graph = self.module.graph
         end = graph.output_node()
         wanted: dict[Port, fx.Node] = {}
-        for node, result in self._ends(form):
+        for node, result in self._ends():
             port = self.outputs.get(id(result))
             if port is None:
                 continue
@@ -255,9 +189,11 @@ class Trace:
             wanted[port] = node
         end.args = (tuple(wanted.values()),)
         _without_empty_literals(graph)
-        form.module.recompile()
+        self.module.recompile()
         with tracing(self.context):
-            return differentiate(form.module, form.inputs, form.given, list(wanted), form.left, form.every or None)
+            found = differentiate(self.module, self.inputs, self.given, list(wanted))
+        self.constants |= found.literals
+        return found.program
 
     def numbers(self, scope: Mapping[str, Any]) -> Numbers:
         """The conditions on closed-over tensors, read as numbers, that Dynamo and AOTAutograd relied on."""

@@ -107,10 +107,14 @@ class Recorder:
             self._alive.append(_identity(value, kind))
             if self.failed or is_empty("", value) or has_text(value):
                 self._met[name(place)] = value
-            if has_order(value, kind):
-                self._orders.note(name(place), value)
-            if has_equals(value, kind):
-                self._equals.note(name(place), value, kind)
+            self._note(name(place), value, kind)
+
+    def _note(self, name: str, value: Any, kind: str) -> None:
+        """Notes what a guard of this kind does not see of the value."""
+        if has_order(value, kind):
+            self._orders.note(name, value)
+        if has_equals(value, kind):
+            self._equals.note(name, value, kind)
 
     def meet(self, tensors: Iterable[str]) -> None:
         """Tensors of such a block, by Dynamo's names."""
@@ -133,10 +137,7 @@ class Recorder:
         self._tensors = [entry.orig_guard.name for entry in entries if entry.guard_type == "TENSOR_MATCH"]
         self._orders, self._equals = KeyOrders(), EqualValues()
         for entry in chosen:
-            if has_order(entry.value, entry.guard_type):
-                self._orders.note(entry.orig_guard.name, entry.value)
-            if has_equals(entry.value, entry.guard_type):
-                self._equals.note(entry.orig_guard.name, entry.value, entry.guard_type)
+            self._note(entry.orig_guard.name, entry.value, entry.guard_type)
         return kept
 
     def _is_relied_on(self, entry: Any, own: set[int]) -> bool:

@@ -28,59 +28,48 @@ import dataclasses
 import dis
 import functools
 import re
-import threading
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from types import CodeType
 from typing import Any
-from unittest import mock
 
 from torch import nn
 
 from fsdp_compiled.capture.source_lines import is_users
 from fsdp_compiled.torch_private.dynamo import (
     ClosureSource,
-    CommonListMethodsVariable,
     ConstDictVariable,
     GetItemSource,
     GuardBuilder,
     Source,
-    UserFunctionVariable,
     install_guard,
+    make_dupe_guard,
 )
-from fsdp_compiled.torch_private.names import attribute, uses
+from fsdp_compiled.torch_private.names import TABLE, replaced
 
 
-@contextlib.contextmanager
-def asked_again() -> Iterator[None]:
+def asked_again() -> contextlib.AbstractContextManager[None]:
     """Inside, if this thread's trace reaches an object by two names, the second gets a guard too."""
-    if not uses("one object"):
-        yield
-        return
-    builder, name = attribute("torch._dynamo.variables.builder.make_dupe_guard")
-    dupe, bind, thread = getattr(builder, name), UserFunctionVariable.bind_args, threading.get_ident()
+    dupe, bind, *_ = TABLE["one object"].names
+    return replaced("one object", (dupe, _dupe_guard), (bind, _bind_args))
 
-    def make_dupe_guard(source: Source, known: Source | None) -> Any:
-        guard = dupe(source, known)
-        if threading.get_ident() != thread or guard is not None or known is None or known == source:
-            return guard
-        return functools.partial(GuardBuilder.DUPLICATE_INPUT, source_b=known)
 
-    def bind_args(self: Any, parent: Any, *given: Any) -> Any:
-        source = self.get_source() if threading.get_ident() == thread else None
-        for place, cell in enumerate(self.fn.__closure__ or ()) if source is not None else ():
-            if cell in parent.output.side_effects:
-                of_cell = GetItemSource(ClosureSource(source), place)
-                guard = make_dupe_guard(of_cell, parent.output.side_effects[cell].source)
-                if guard is not None:
-                    install_guard(of_cell.make_guard(guard))
-        return bind(self, parent, *given)
+def _dupe_guard(dupe: Any, source: Source, known: Source | None) -> Any:
+    guard = dupe(source, known)
+    if guard is not None or known is None or known == source:
+        return guard
+    return functools.partial(GuardBuilder.DUPLICATE_INPUT, source_b=known)
 
-    with (
-        mock.patch.object(builder, name, make_dupe_guard),
-        mock.patch.object(UserFunctionVariable, "bind_args", bind_args),
-    ):
-        yield
+
+def _bind_args(bind: Any, self: Any, parent: Any, *given: Any) -> Any:
+    source = self.get_source()
+    for place, cell in enumerate(self.fn.__closure__ or ()) if source is not None else ():
+        if cell in parent.output.side_effects:
+            of_cell = GetItemSource(ClosureSource(source), place)
+            guard = _dupe_guard(make_dupe_guard, of_cell, parent.output.side_effects[cell].source)
+            if guard is not None:
+                install_guard(of_cell.make_guard(guard))
+    return bind(self, parent, *given)
 
 
 def has_order(value: Any, guard_type: str) -> bool:
@@ -88,23 +77,17 @@ def has_order(value: Any, guard_type: str) -> bool:
     return guard_type == "DICT_KEYS_MATCH" and isinstance(value, OrderedDict)
 
 
-@contextlib.contextmanager
-def asked_of_lists() -> Iterator[None]:
+def asked_of_lists() -> contextlib.AbstractContextManager[None]:
     """Inside, if this thread's trace makes a list of a dictionary, the keys get a guard."""
-    if not uses("keys of lists"):
-        yield
-        return
-    call, thread = CommonListMethodsVariable.call_method, threading.get_ident()
+    return replaced("keys of lists", (TABLE["keys of lists"].names[0], _call_method))
 
-    def call_method(self: Any, parent: Any, name: str, args: Any, kwargs: Any) -> Any:
-        for one in args if name == "extend" and threading.get_ident() == thread else ():
-            if isinstance(one, ConstDictVariable) and one.source is not None:
-                one.install_dict_keys_match_guard()
-                parent.output.guard_on_key_order.add(one.source)
-        return call(self, parent, name, args, kwargs)
 
-    with mock.patch.object(CommonListMethodsVariable, "call_method", call_method):
-        yield
+def _call_method(call: Any, self: Any, parent: Any, name: str, args: Any, kwargs: Any) -> Any:
+    for one in args if name == "extend" else ():
+        if isinstance(one, ConstDictVariable) and one.source is not None:
+            one.install_dict_keys_match_guard()
+            parent.output.guard_on_key_order.add(one.source)
+    return call(self, parent, name, args, kwargs)
 
 
 class KeyOrders:

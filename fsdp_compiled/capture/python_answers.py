@@ -18,7 +18,6 @@ import abc
 import contextlib
 import enum
 import sys
-import threading
 import types
 from collections.abc import Callable, Collection, Iterator, Mapping
 from functools import partial
@@ -35,7 +34,7 @@ from fsdp_compiled.torch_private.dynamo import (
     LocalSource,
     VariableTracker,
 )
-from fsdp_compiled.torch_private.names import TABLE, attribute, find, has, uses
+from fsdp_compiled.torch_private.names import TABLE, find, has, on_this_thread, replaced, uses
 
 HANDLERS, CACHED, LOGGER, NUMBER, OBJECT, *COMPARE = TABLE["answers of Python"].names[:7]
 ASKED = ("isEnabledFor", "getEffectiveLevel", "hasHandlers")  # of loggers
@@ -130,71 +129,56 @@ def noted(answers: Answers) -> Iterator[None]:
     if not uses("answers of Python"):
         yield
         return
-    thread = threading.get_ident()
 
-    def compared(compare: Any, negated: bool) -> Any:
-        def handler(tx: Any, args: Any, kwargs: Any) -> Any:
-            found = compare(tx, args, kwargs)
-            if threading.get_ident() == thread and _value(found) is negated:
-                answers.differ(*args)
-            return found
+    def asked(negated: bool, compare: Any, tx: Any, args: Any, kwargs: Any) -> Any:
+        found = compare(tx, args, kwargs)
+        if _value(found) is negated:
+            answers.differ(*args)
+        return found
 
-        return handler
+    def identical(compare: Any, left: Any, right: Any) -> Any:
+        found = compare(left, right)
+        if found is not None and _value(found) is False:
+            answers.differ(left, right)
+        return found
 
-    def compares(compare: Any) -> Any:
-        def identical(left: Any, right: Any) -> Any:
-            found = compare(left, right)
-            if threading.get_ident() == thread and found is not None and _value(found) is False:
-                answers.differ(left, right)
-            return found
-
-        return identical
-
-    call, method, kind, of_object = find(CACHED), find(LOGGER), find(NUMBER), find(OBJECT)
-
-    def call_object(self: Any, tx: Any, name: str, args: Any, kwargs: Any) -> Any:
+    def call_object(call: Any, self: Any, tx: Any, name: str, args: Any, kwargs: Any) -> Any:
         """``a == b`` of objects that compare by identity, as torch 2.11 and 2.12 trace it."""
-        found = of_object(self, tx, name, args, kwargs)
+        found = call(self, tx, name, args, kwargs)
         of: Any = type(self.value)
-        by_identity = name == "__eq__" and of.__eq__ is object.__eq__
-        if by_identity and threading.get_ident() == thread and _value(found) is not True:
+        if name == "__eq__" and of.__eq__ is object.__eq__ and _value(found) is not True:
             answers.differ(self, args[0])
         return found
 
-    def call_function(self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
+    def call_function(call: Any, self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
         wrapper = self.wrapper_obj
         own = getattr(wrapper, "__module__", None) or ""
-        if threading.get_ident() != thread or not hasattr(wrapper, "cache_info") or own.split(".")[0] == "torch":
+        if not hasattr(wrapper, "cache_info") or own.split(".")[0] == "torch":
             return call(self, tx, args, kwargs)
         return _of_cache(answers, tx, wrapper, [*self.self_args(), *args], kwargs)
 
-    def call_method(self: Any, tx: Any, name: str, args: Any, kwargs: Any) -> Any:
-        if threading.get_ident() != thread or name not in ASKED:
-            return method(self, tx, name, args, kwargs)
+    def call_logger(call: Any, self: Any, tx: Any, name: str, args: Any, kwargs: Any) -> Any:
+        if name not in ASKED:
+            return call(self, tx, name, args, kwargs)
         given = [one.as_python_constant() for one in args]
         ask = partial(getattr(self.value, name), *given)
         answer = ask()
         answers.calls[f"logging.getLogger({self.value.name!r}).{name}({', '.join(map(repr, given))})"] = ask, answer
         return ConstantVariable.create(answer)
 
-    def python_type(self: Any) -> Any:
-        if threading.get_ident() == thread and not self.ndim:
+    def python_type(kind: Any, self: Any) -> Any:
+        if not self.ndim:
             refuse(
                 "isinstance, float, int or abs asks a number of NumPy's for its class, which is an array's in a trace. "
                 "Make it Python's where it is kept: number.item()."
             )
         return kind(self)
 
-    with contextlib.ExitStack() as stack:
-        table = find(HANDLERS)
-        asked = {name: compared(table[name], name == "is not") for name in ("is", "is not")}
-        stack.enter_context(patch.dict(table, asked))
-        for name in filter(has, (one.rstrip("?") for one in COMPARE)):
-            stack.enter_context(patch.object(*attribute(name), compares(find(name))))
-        stack.enter_context(patch.object(*attribute(CACHED), call_function))
-        stack.enter_context(patch.object(*attribute(LOGGER), call_method))
-        stack.enter_context(patch.object(*attribute(OBJECT), call_object))
-        stack.enter_context(patch.object(*attribute(NUMBER), python_type))
+    table = find(HANDLERS)
+    handlers = {name: on_this_thread(table[name], partial(asked, name == "is not")) for name in ("is", "is not")}
+    methods = (CACHED, call_function), (LOGGER, call_logger), (OBJECT, call_object), (NUMBER, python_type)
+    compares = [(name, identical) for name in filter(has, COMPARE)]
+    with patch.dict(table, handlers), replaced("answers of Python", *methods, *compares):
         yield
 
 

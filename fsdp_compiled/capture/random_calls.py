@@ -8,14 +8,13 @@ out calls of `torch.seed`. In each case the numbers would differ from eager PyTo
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import Any
-from unittest.mock import patch
 
 from torch import fx
 
 from fsdp_compiled.torch_private.dynamo import UserError, UserErrorType, config
-from fsdp_compiled.torch_private.names import TABLE, attribute, has, uses
+from fsdp_compiled.torch_private.names import TABLE, has, replaced
 
 SEEDING = ("torch.random", "torch.cuda.random")
 
@@ -23,15 +22,12 @@ SEEDING = ("torch.random", "torch.cuda.random")
 @contextmanager
 def refused() -> Iterator[None]:
     """Inside, Dynamo raises for a call of a random function of `random`, a ``random.Random`` or NumPy."""
-    with ExitStack() as stack:
-        stack.enter_context(config.patch(use_numpy_random_stream=True))
-        if uses("random calls"):
-            for name in filter(has, TABLE["random calls"].names[0].split("|")):
-                stack.enter_context(patch.object(*attribute(name), _refuse))
+    others = [(name, _refuse) for name in filter(has, TABLE["random calls"].names[0].split("|"))]
+    with config.patch(use_numpy_random_stream=True), replaced("random calls", *others):
         yield
 
 
-def _refuse(_tx: Any, function: Callable[..., Any], *_: Any) -> Any:
+def _refuse(_draw: Any, _tx: Any, function: Callable[..., Any], *_: Any) -> Any:
     name = getattr(function, "__name__", "")
     called = "a random.Random" if name == "call_random_meth" else f"random.{name}"
     raise UserError(

@@ -9,20 +9,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
 from fsdp_compiled.capture.source_lines import user_line
-from fsdp_compiled.torch_private.names import attribute, find, uses
+from fsdp_compiled.torch_private.names import replaced, uses
 
 NAME = "torch._decomp.decompositions._rnn_helper"
-_PYTORCHS = find(NAME)
 
 
 def misread_layers(graph: fx.Graph) -> str | None:
@@ -46,17 +44,13 @@ def misread_layers(graph: fx.Graph) -> str | None:
     return None
 
 
-@contextmanager
-def recurrent_layers_mended() -> Iterator[None]:
+def recurrent_layers_mended() -> AbstractContextManager[None]:
     """Inside, the decompositions of recurrent layers have their dropout."""
-    if not uses("dropout of recurrent layers"):
-        yield
-        return
-    with mock.patch.object(*attribute(NAME), _layers):
-        yield
+    return replaced("dropout of recurrent layers", (NAME, _layers))
 
 
 def _layers(
+    pytorchs: Callable[..., Any],
     values: torch.Tensor,
     hidden: Any,
     params: Any,
@@ -68,7 +62,7 @@ def _layers(
     batch_first: bool,
     layer_fn: Any,
 ) -> tuple[torch.Tensor, list[Any]]:
-    """Returns the same as `_PYTORCHS`: the last layer's output, [time, rows, features] or as ``batch_first`` says, and
+    """Returns the same as ``pytorchs``: the last layer's output, [time, rows, features] or as ``batch_first`` says, and
     each layer's last hidden states, for each direction."""
     values = values.transpose(0, 1) if batch_first else values
     last: list[Any] = []
@@ -77,7 +71,7 @@ def _layers(
         own = slice(layer * directions, (layer + 1) * directions)
         if layer and dropout and train:
             values = torch.dropout(values, dropout, train=True)
-        values, states = _PYTORCHS(
+        values, states = pytorchs(
             values, hidden[own], params[own], has_biases, 1, 0.0, train, bidirectional, False, layer_fn
         )
         last += pytree.tree_map(_like, states, list(hidden[own]))

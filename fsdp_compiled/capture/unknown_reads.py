@@ -8,15 +8,14 @@ message has the user's line. Written for torch 2.11 to 2.14.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterable, Mapping
+from contextlib import AbstractContextManager
 from typing import Any
-from unittest.mock import patch
 
 import torch
 
 from fsdp_compiled.torch_private.dynamo import ConstantVariable, UserError, UserErrorType
-from fsdp_compiled.torch_private.names import TABLE, attribute, find, uses
+from fsdp_compiled.torch_private.names import TABLE, replaced
 
 NEVER = {
     "_version": "how often a tensor was written",
@@ -28,18 +27,12 @@ def refuse(what: str) -> None:
     raise UserError(UserErrorType.ANTI_PATTERN, what)
 
 
-@contextmanager
-def refused(asked: set[str]) -> Iterator[None]:
+def refused(asked: set[str]) -> AbstractContextManager[None]:
     """Inside, Dynamo raises for such reads. ``asked`` takes in the names of attributes that are not PyTorch's."""
     known = {*dir(torch.Tensor), *dir(torch.nn.Parameter)}
-    if not uses("unknown reads"):
-        yield
-        return
     of_tensors, of_storages, _, of_texts, *_ = TABLE["unknown reads"].names
-    read: Callable[..., Any] = find(of_tensors)
-    storage: Callable[..., Any] = find(of_storages)
 
-    def var_getattr(self: Any, tx: Any, name: str) -> Any:
+    def var_getattr(read: Any, self: Any, tx: Any, name: str) -> Any:
         if name in NEVER:
             refuse(f"tensor.{name} is asked for: {NEVER[name]} is not known when a program is traced.")
         if name in ("grad", "_grad") and not tx.output.side_effects.has_pending_mutation_of_attr(self, "grad"):
@@ -50,7 +43,7 @@ def refused(asked: set[str]) -> Iterator[None]:
             asked.add(name)
         return read(self, tx, name)
 
-    def call_method(self: Any, tx: Any, name: str, *given: Any) -> Any:
+    def call_method(storage: Any, self: Any, tx: Any, name: str, *given: Any) -> Any:
         if name in ("size", "nbytes"):
             refuse(f"untyped_storage().{name}() is asked for: a view's storage is its own when a program is traced.")
         return storage(self, tx, name, *given)
@@ -58,11 +51,7 @@ def refused(asked: set[str]) -> Iterator[None]:
     def hash_impl(*_: Any) -> Any:
         refuse("a text with a number in it that is read out of a tensor is looked up in a dictionary or set.")
 
-    with ExitStack() as stack:
-        stack.enter_context(patch.object(*attribute(of_tensors), var_getattr))
-        stack.enter_context(patch.object(*attribute(of_storages), call_method))
-        stack.enter_context(patch.object(*attribute(of_texts), hash_impl))
-        yield
+    return replaced("unknown reads", (of_tensors, var_getattr), (of_storages, call_method), (of_texts, hash_impl))
 
 
 def check_attributes(batch: Mapping[str, torch.Tensor], asked: Iterable[str]) -> None:

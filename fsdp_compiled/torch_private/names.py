@@ -16,8 +16,10 @@ import contextlib
 import importlib
 import logging
 import os
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from typing import Any, Literal, NamedTuple
+from unittest import mock
 
 import torch
 
@@ -157,14 +159,12 @@ TABLE: dict[str, Use] = {
     "equal blocks": Use("speed", (
         f"{DYNAMO}.guards.CheckFunctionManager.build_guards", f"{DYNAMO}.guards.GuardBuilder",
         f"{DYNAMO}.guards.uninteresting_files",
-        f"{DYNAMO}.source.CallMethodItemSource", f"{DYNAMO}.source.DictGetItemSource",
         f"{DYNAMO}.source.LocalSource", f"{DYNAMO}.source.NNModuleSource", f"{DYNAMO}.source.is_from_global_source",
-        f"{DYNAMO}.symbolic_convert.InstructionTranslatorBase.call_function",
         f"{VARIABLES}.ConstantVariable", f"{VARIABLES}.ConstDictVariable",
         f"{VARIABLES}.LazyVariableTracker", f"{VARIABLES}.ListVariable", f"{VARIABLES}.TensorVariable",
         f"{VARIABLES}.TupleVariable", f"{VARIABLES}.UserDefinedObjectVariable",
         f"{VARIABLES}.base.AttributeMutationNew", f"{VARIABLES}.base.ValueMutationNew",
-        f"{VARIABLES}.builder.VariableBuilder.wrap_module", f"{VARIABLES}.builder.wrap_fx_proxy",
+        f"{VARIABLES}.builder.wrap_fx_proxy",
         f"{VARIABLES}.nn_module.UnspecializedNNModuleVariable.call_function",
         f"{VARIABLES}.nn_module.UnspecializedNNModuleVariable.call_method",
         "torch._guards.ChainedSource", "torch._guards.Guard", "torch._guards.Source",
@@ -223,6 +223,30 @@ def uses(use: str) -> bool:
     """Whether this is to be done while a model is captured: its names are there, and it is not the plain way."""
     assert use in FAST, use
     return not plain() and there(use)
+
+
+@contextlib.contextmanager
+def replaced(use: str, *others: tuple[str, Callable[..., Any]]) -> Iterator[None]:
+    """Inside, if a capture `uses` this, other functions are called on this thread in the place of PyTorch's.
+
+    ``others``: names of functions of PyTorch's, each with the one to call: with PyTorch's, then with the arguments.
+    """
+    with contextlib.ExitStack() as stack:
+        for name, other in others if uses(use) else ():
+            owner, own = attribute(name)
+            stack.enter_context(mock.patch.object(owner, own, on_this_thread(getattr(owner, own), other)))
+        yield
+
+
+def on_this_thread(function: Callable[..., Any], other: Callable[..., Any]) -> Callable[..., Any]:
+    """Calls the other function on the thread that is running now, with this one and the arguments; on others this
+    one."""
+    thread = threading.get_ident()
+
+    def either(*args: Any, **kwargs: Any) -> Any:
+        return other(function, *args, **kwargs) if threading.get_ident() == thread else function(*args, **kwargs)
+
+    return either
 
 
 def there(use: str) -> bool:

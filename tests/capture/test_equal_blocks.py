@@ -12,7 +12,7 @@ from torch import nn
 
 from fsdp_compiled import Policy, compile_sharded
 from fsdp_compiled.capture import aot, dynamo_run
-from fsdp_compiled.capture.blocks import elided_blocks, equal_blocks, repeats
+from fsdp_compiled.capture.blocks import equal_blocks, repeats
 from fsdp_compiled.ir.program import Program
 from tests.equal_models import LAYERS, WIDTH, Model, TwoLists, loss, program_of
 
@@ -32,34 +32,20 @@ def everything(program: Program) -> list[Any]:
 @pytest.fixture
 def differentiated(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[Any]]:
     """Each capture's program from both; how many nodes AOTAutograd was given; what was found."""
-    seen: dict[str, list[Any]] = {"short": [], "whole": [], "nodes": [], "runs": [], "left": []}
+    seen: dict[str, list[Any]] = {"short": [], "whole": [], "nodes": [], "runs": []}
 
-    def both(module: Any, inputs: Any, given: Any, results: Any, left: Any, every: Any) -> Any:
-        runs = equal_blocks.runs_of(module, inputs, given)
-        for one in left:
-            repeats._widen(runs, one)
-        seen["runs"].append([len(run.stretches) for run in runs])
-        seen["left"].append(sum(len(one.stretches) for one in left))
-        found = repeats.differentiate(module, inputs, given, results, left, every)
+    def both(*given: Any) -> Any:
+        seen["runs"].append([len(run.stretches) for run in equal_blocks.runs_of(*given[:3])])
+        found = repeats.differentiate(*given)
         seen["short"].append(everything(found.program))
-        if not left:
-            seen["whole"].append(everything(whole(module, inputs, given, results).program))
-        return found
-
-    def all_of_it(trace: dynamo_run.Trace) -> Program:
-        found = program(trace)
-        if len(seen["whole"]) < len(seen["short"]):
-            with monkeypatch.context() as patched:
-                patched.setattr(dynamo_run, "differentiate", lambda *given: whole(*given[:4]))
-                seen["whole"].append(everything(trace._differentiated(trace.whole).program))
+        seen["whole"].append(everything(whole(*given).program))
         return found
 
     def counted(module: Any, *rest: Any) -> Any:
         seen["nodes"].append(len(module.graph.nodes))
         return whole(module, *rest)
 
-    whole, program = aot.differentiate, dynamo_run.Trace.program
-    monkeypatch.setattr(dynamo_run.Trace, "program", all_of_it)
+    whole = aot.differentiate
     monkeypatch.setattr(aot, "differentiate", counted)
     monkeypatch.setattr(dynamo_run, "differentiate", both)
     return seen
@@ -84,6 +70,8 @@ def differentiated(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[Any]]:
         pytest.param(lambda: Model("frozen", 9), [6], id="frozen blocks first"),
         pytest.param(lambda: Model("", 8, odd=1), [6], id="another block first", marks=pytest.mark.exhaustive),
         pytest.param(TwoLists, [LAYERS, LAYERS + 1], id="two lists"),
+        pytest.param(lambda: Model("one mask", 11), [7], id="one is given something else"),
+        pytest.param(lambda: Model("tuple"), [LAYERS], id="two results", marks=pytest.mark.exhaustive),
         # These differentiate everything as it stands.
         pytest.param(lambda: Model("index"), [], id="a number of its own"),
         pytest.param(lambda: Model("hidden states"), [], id="results read elsewhere"),
@@ -97,67 +85,6 @@ def test_the_program_is_that_of_all_blocks(
     program_of(make())
     assert differentiated["short"] == differentiated["whole"]
     assert differentiated["runs"] == [runs] and len(differentiated["nodes"]) == 1
-
-
-DEEP = LAYERS + 5  # of which three are left out: two are walked through, and three before and after are written out
-
-
-@pytest.mark.parametrize(
-    ("make", "runs", "left"),
-    [
-        pytest.param(lambda: Model("tied", DEEP), [DEEP], 3, id="tied embedding"),
-        pytest.param(lambda: Model("shared", DEEP), [DEEP], 3, id="gradients of what all blocks read"),
-        pytest.param(lambda: Model("around", DEEP), [DEEP], 3, id="something between blocks"),
-        pytest.param(lambda: Model("takes turns", 19), [9], 2, id="every second block"),
-        pytest.param(lambda: TwoLists(layers=DEEP), [DEEP, DEEP + 1], 7, id="two lists"),
-        pytest.param(lambda: Model("tuple", DEEP), [DEEP], 3, id="two results", marks=pytest.mark.exhaustive),
-        pytest.param(lambda: Model("in place", DEEP), [DEEP], 3, id="written in place", marks=pytest.mark.exhaustive),
-        # All of them are looked through.
-        pytest.param(lambda: Model("one mask", DEEP), [7], 0, id="one is given something else"),
-        pytest.param(lambda: Model("autocast", DEEP), [DEEP], 0, id="modes inside", marks=pytest.mark.exhaustive),
-        pytest.param(lambda: Model("hidden states", DEEP), [], 0, id="read elsewhere", marks=pytest.mark.exhaustive),
-    ],
-)
-def test_blocks_are_left_out_where_one_is_like_the_others(
-    make: Callable[[], nn.Module], runs: list[int], left: int, differentiated: dict[str, list[Any]]
-) -> None:
-    program_of(make())
-    assert differentiated["short"] == differentiated["whole"]
-    assert differentiated["left"] == [left] and differentiated["runs"] == [runs]
-
-
-def test_blocks_that_were_left_out_and_are_needed_are_written_out(
-    differentiated: dict[str, list[Any]], caplog: pytest.LogCaptureFixture
-) -> None:
-    with caplog.at_level("INFO", logger="fsdp_compiled"):
-        program_of(Model("a literal in each", DEEP))
-    assert differentiated["left"] == [3, 0] and differentiated["short"] == differentiated["whole"]
-    assert "looked through one by one" in caplog.text
-
-
-def test_where_what_is_left_out_fails_all_blocks_are_looked_through(
-    differentiated: dict[str, list[Any]], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    expected = program_of(Model("tied", DEEP)).text()
-    monkeypatch.setattr(repeats, "_widen", lambda *_: {}["of this package"])
-    with caplog.at_level("INFO", logger="fsdp_compiled"):
-        assert program_of(Model("tied", DEEP)).text() == expected
-    assert "looked through one by one: KeyError" in caplog.text
-
-
-def test_control_what_left_out_blocks_are_given_is_compared(
-    differentiated: dict[str, list[Any]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    keys, find = equal_blocks._keys, elided_blocks.runs_of
-
-    def blind(*given: Any) -> Any:
-        with monkeypatch.context() as patched:
-            patched.setattr(equal_blocks, "_keys", lambda *inner: [key[:-1] for key in keys(*inner)])
-            return find(*given)
-
-    monkeypatch.setattr(elided_blocks, "runs_of", blind)
-    program_of(Model("one mask", DEEP))
-    assert differentiated["left"] == [3] and differentiated["short"] != differentiated["whole"]
 
 
 def test_a_literal_without_values_is_no_input(differentiated: dict[str, list[Any]]) -> None:

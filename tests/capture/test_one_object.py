@@ -12,7 +12,7 @@ from torch import nn
 
 from fsdp_compiled import compile_sharded
 from fsdp_compiled.capture import object_identity
-from fsdp_compiled.capture.blocks import elided_blocks
+from fsdp_compiled.capture.blocks import written_blocks
 from fsdp_compiled.torch_private.names import attribute
 from tests.changes import beside
 from tests.toys import EAGER, squares
@@ -178,7 +178,7 @@ def test_equal_blocks_that_have_another_name_and_take_turns_in_it(
 ) -> None:
     """Of the third block and later ones, which are not walked through. Control: where no name is asked for."""
     if not asked:
-        monkeypatch.setattr(elided_blocks, "OWN_TENSOR", re.compile(""))
+        monkeypatch.setattr(written_blocks, "OWN_TENSOR", re.compile(""))
     torch.manual_seed(0)
     model, eager = Listed(parts), Listed(parts)
 

@@ -58,7 +58,7 @@ def traced(model: nn.Module, function: Any, patch: pytest.MonkeyPatch) -> tuple[
 
     def seeing(self: Any) -> None:
         complete(self)
-        found.append([described(node) for node in self.whole.module.graph.nodes])
+        found.append([described(node) for node in self.module.graph.nodes])
 
     def watching(*given: Any) -> Repeats:
         watched.append(repeats(*given))
@@ -216,7 +216,7 @@ def test_a_block_that_could_not_be_ended_is_walked_through(
 ) -> None:
     model = Model("")
     wanted, _ = full(model, loss, monkeypatch)
-    monkeypatch.setattr(walked_blocks, "others", lambda *_: 1 / 0)
+    monkeypatch.setattr(walked_blocks, "another", lambda *_: 1 / 0)
     with caplog.at_level("INFO", logger="fsdp_compiled"):
         got, _ = traced(model, loss, monkeypatch)
     assert got[-3:] == wanted

@@ -1,6 +1,6 @@
 """A call of a block when Dynamo reaches it: everything about the call that decides what the block's code does.
 
-`Objects` finds the changes that traced code made to objects from before the trace. The walk of a block is repeated
+`changes` finds the changes that traced code made to objects from before the trace. The walk of a block is repeated
 according to the state before the trace. So a block itself must make no change, and each block must be called after the
 same changes. Only an object that a model reaches by a global name may change: transformers keeps one there, for whom a
 forward collects its outputs. It must then hold numbers and texts, or lists, tuples and dictionaries of these.
@@ -14,8 +14,6 @@ import re
 import traceback
 import types
 from collections.abc import Mapping, Sequence
-from itertools import islice
-from operator import attrgetter
 from types import NoneType
 from typing import Any
 
@@ -25,22 +23,19 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd import forward_ad
 from torch.fx.traceback import get_current_meta
 
+from fsdp_compiled.capture.global_modes import now
 from fsdp_compiled.torch_private.dynamo import (
-    AttributeMutationExisting,
     AttributeMutationNew,
     ChainedSource,
     ConstantVariable,
     ConstDictVariable,
-    DictGetItemSource,
     LazyVariableTracker,
     ListVariable,
     NNModuleSource,
     Source,
     TensorVariable,
     TupleVariable,
-    UnspecializedNNModuleVariable,
     UserDefinedObjectVariable,
-    ValueMutationExisting,
     ValueMutationNew,
     closure_vars,
     is_from_global_source,
@@ -48,7 +43,6 @@ from fsdp_compiled.torch_private.dynamo import (
 )
 from fsdp_compiled.torch_private.modes import transform
 
-is_modified = attrgetter("is_modified")
 NEW = (AttributeMutationNew, ValueMutationNew)
 
 
@@ -56,59 +50,25 @@ class Changed(Exception):
     """An object was changed in a way that cannot be compared."""
 
 
-class Objects:
-    """The objects that a trace has reached. They include a tensor for each parameter and a module for each block, so
-    each object is looked at only once."""
+def changes(effects: Any) -> tuple[Any, ...]:
+    """The changes to objects from before the trace, in a form that can be compared. Raises `Changed` for others.
 
-    def __init__(self, effects: Any) -> None:
-        """``effects``: Dynamo's record of the changes that code makes; Dynamo may replace its tables."""
-        self.effects = effects
-        self.values: dict[Any, Any] = {}  # the values from before the trace at the sources that were looked up
-        self._table = effects.id_to_variable  # Dynamo adds to it
-        self._seen = 0
-        self._doubtful: list[Any] = []
-        self._plain: list[Any] = []  # mutation types of lists and dictionaries, which say whether each was changed
-
-    def changes(self) -> tuple[Any, ...]:
-        """The changes to objects from before the trace, in a form that can be compared. Raises `Changed` for others."""
-        effects, found = self.effects, []
-        for variable, attributes in effects.store_attr_mutations.items():
-            if isinstance(variable.mutation_type, NEW):
-                continue
-            if type(variable) is not UserDefinedObjectVariable or not is_from_global_source(variable.source):
-                raise Changed
-            found.append((variable.source.name, *((name, _form(value)) for name, value in attributes.items())))
-        if effects.id_to_variable is not self._table or len(self._table) < self._seen:
-            self._table, self._seen, self._doubtful, self._plain = effects.id_to_variable, 0, [], []
-        for variable in islice(self._table.values(), self._seen, None):
-            if (
-                type(variable) in (ConstDictVariable, ListVariable)
-                and type(variable.mutation_type) is ValueMutationExisting
-            ):
-                self._plain.append(variable.mutation_type)
-            elif not _is_seen_above(variable):
-                self._doubtful.append(variable)
-        self._seen = len(self._table)
-        if any(map(is_modified, self._plain)):
+    ``effects``: Dynamo's record of the changes that code makes."""
+    found = []
+    for variable, attributes in effects.store_attr_mutations.items():
+        if isinstance(variable.mutation_type, NEW):
+            continue
+        if type(variable) is not UserDefinedObjectVariable or not is_from_global_source(variable.source):
             raise Changed
-        for variable in self._doubtful:
-            kind = type(variable.mutation_type)
-            if kind is NoneType or issubclass(kind, NEW):
-                continue
-            above = variable in effects.store_attr_mutations and getattr(variable, "_base_vt", None) is None
-            if not above and effects.is_modified(variable):
-                raise Changed
-        return tuple(found)
-
-
-def _is_seen_above(variable: Any) -> bool:
-    """Whether ``store_attr_mutations`` has all changes that code can make to the object, or the object is new."""
-    kind = type(variable.mutation_type)
-    # (Dynamo answers isinstance by a function of its own.)
-    if kind is AttributeMutationExisting and issubclass(type(variable), UserDefinedObjectVariable):
-        module = issubclass(type(variable), UnspecializedNNModuleVariable)
-        return module and getattr(variable, "_base_vt", None) is None
-    return issubclass(kind, AttributeMutationExisting | AttributeMutationNew | ValueMutationNew)
+        found.append((variable.source.name, *((name, _form(value)) for name, value in attributes.items())))
+    for variable in effects.id_to_variable.values():
+        kind = type(variable.mutation_type)
+        if kind is NoneType or issubclass(kind, NEW):
+            continue
+        above = variable in effects.store_attr_mutations and getattr(variable, "_base_vt", None) is None
+        if not above and effects.is_modified(variable):
+            raise Changed
+    return tuple(found)
 
 
 def _form(variable: Any) -> Any:
@@ -142,19 +102,19 @@ class BlockCall:
     """
 
     def __init__(
-        self, variable: Any, tx: Any, args: Sequence[Any], kwargs: Mapping[str, Any], objects: Objects
+        self, variable: Any, tx: Any, args: Sequence[Any], kwargs: Mapping[str, Any], values: dict[Any, Any]
     ) -> None:
+        """``values``: those from before the trace at the sources that were looked up, in this trace."""
         self.tx, self.output, self.module, self.source = tx, tx.output, variable.value, variable.source
-        self._objects = objects
+        self._values = values
         self._names = dict(closure_vars())
-        self._places: dict[str, Any] | None = None  # for `evaluate`
         self.moved: dict[int, Source] = {}  # this block's sources, by the identity of another block's
         self._scope = {"L": tx.output.local_scope, "G": tx.output.global_scope}
         if self.source is None or tx.output.current_tracer.parent is not None:
             raise Unlike("it is inside of a region of its own")
         if transform() is not None or forward_ad._current_level >= 0:
             raise Unlike("it is called inside of a derivative")
-        if self._found() is not self.module:
+        if self.value(self.source) is not self.module:
             raise Unlike("it is not where it was found")
         self.tensors: list[fx.Node] = []
         self.given: list[Any] = []  # Dynamo's variables for the arguments, and for the elements of these
@@ -208,32 +168,22 @@ class BlockCall:
     def changed(self) -> tuple[Any, ...]:
         """The changes to objects from before the trace."""
         try:
-            return self._objects.changes()
+            return changes(self.output.side_effects)
         except Changed:
             raise Unlike("objects are changed before it is called, or by it") from None
-
-    def _found(self) -> Any:
-        """The object at the block's source, most often an entry of a module's table."""
-        place = bare(self.source)
-        if type(place) is DictGetItemSource and type(place.index) is str:
-            table = self.value(place.base)
-            if type(table) is dict:
-                return table.get(place.index)
-        return self.value(self.source)
 
     def value(self, source: Source) -> Any:
         """The object at this source before the trace."""
         try:
-            return source.get_value(self._scope, self._names, self._objects.values)
+            return source.get_value(self._scope, self._names, self._values)
         except Exception as error:
             raise Unlike(f"{source.name} cannot be read: {error}") from error
 
     def evaluate(self, code: types.CodeType) -> Any:
         """The value of an expression that reads sources. In it, the block is the local named `BLOCK`."""
-        if self._places is None:
-            self._places = {**self._names, "L": {**self._scope["L"], BLOCK: self.module}, "G": self._scope["G"]}
+        scope = {**self._names, "L": {**self._scope["L"], BLOCK: self.module}, "G": self._scope["G"]}
         try:
-            return eval(code, self._places)
+            return eval(code, scope)
         except Exception as error:
             raise Unlike(f"what is read of it cannot be: {error}") from error
 
@@ -305,13 +255,10 @@ def modes(tx: Any) -> tuple[Any, ...]:
         raise Unlike("its calls are annotated")
     if len(state.mode_stack):
         raise Unlike("it is called under a mode")
-    devices = ("cpu", "cuda")
     return (
-        torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.is_autocast_cache_enabled(),
-        *(torch.is_autocast_enabled(device) for device in devices),
-        *(torch.get_autocast_dtype(device) for device in devices),
-        torch.get_default_dtype(), torch.are_deterministic_algorithms_enabled(), state.torch_function_subclass_enabled,
-        state.torch_function_mode_enabled,
+        now(), torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.is_autocast_cache_enabled(),
+        *map(torch.get_autocast_dtype, ("cpu", "cuda")),  # which code may read where autocast is off, too
+        state.torch_function_subclass_enabled, state.torch_function_mode_enabled,
     )  # fmt: skip
 
 

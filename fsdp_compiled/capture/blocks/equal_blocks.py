@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain, pairwise
 from typing import Any
@@ -27,10 +27,6 @@ FEWEST = 6  # fewer stretches are not worth it
 NUMBER = re.compile(r"(?:^|(?<=\.))\d+(?=\.|$)")
 
 
-# From a graph and its calls: for each list of blocks, the places where its stretches begin.
-Candidates = Callable[[fx.GraphModule, Sequence[fx.Node]], list[list[int]]]
-
-
 @dataclass
 class Run:
     """Stretches that follow one another.
@@ -40,7 +36,7 @@ class Run:
             gradient of values that all of them read. If there is such a gradient, one like the third precedes the last.
     """
 
-    stretches: list[Any]  # rows of nodes, or an `Absent` for a stretch that was left out (`elided`)
+    stretches: list[list[fx.Node]]
     own: list[list[Port]]
     ends: int
 
@@ -64,10 +60,8 @@ class Run:
         return kept if kept < LATER else kept + len(self.middle)
 
 
-def runs_of(
-    module: fx.GraphModule, inputs: Sequence[Any], given: Sequence[Port], candidates: Candidates | None = None
-) -> list[Run]:
-    """The rows of equal stretches, in the order of the graph. ``candidates``: where they may begin."""
+def runs_of(module: fx.GraphModule, inputs: Sequence[Any], given: Sequence[Port]) -> list[Run]:
+    """The rows of equal stretches, in the order of the graph."""
     if not all(isinstance(value, torch.Tensor) for value in inputs):
         return []  # sizes that move
     nodes = [node for node in module.graph.nodes if node.op not in ("placeholder", "output")]
@@ -78,7 +72,7 @@ def runs_of(
     places = _Places(module, inputs, given)
     found: list[Run] = []
     taken = 0
-    for starts in (candidates or _candidates)(module, nodes):
+    for starts in _candidates(module, nodes):
         if starts[0] < taken:
             continue
         run = _longest(nodes, starts, places)
@@ -86,11 +80,6 @@ def runs_of(
             found.append(run)
             taken = nodes.index(run.stretches[-1][-1]) + 1
     return found
-
-
-def has_lists(module: fx.GraphModule) -> bool:
-    """Whether there are lists of blocks that are long enough."""
-    return bool(_candidates(module, [node for node in module.graph.nodes if node.op not in ("placeholder", "output")]))
 
 
 def _candidates(module: fx.GraphModule, nodes: Sequence[fx.Node]) -> list[list[int]]:

@@ -12,7 +12,6 @@ from torch import fx
 from torch.utils import _pytree as pytree
 
 from fsdp_compiled.capture.aot import Traced, stem
-from fsdp_compiled.capture.blocks.elided_blocks import Absent
 from fsdp_compiled.capture.blocks.equal_blocks import LATER, SECOND, THIRD, Run, Token, texts_of
 from fsdp_compiled.capture.closure_values import layout_of
 from fsdp_compiled.ir.node_copies import Like, new_calls
@@ -245,16 +244,12 @@ class ExpandedProgram:
         if (number, kept, stretch) in self._texts:  # in forward
             return self._texts[number, kept, stretch]
         found = self._texts[number, kept, stretch] = {}
-        for old, new in zip(self._texts_of(run, kept), self._texts_of(run, stretch), strict=True):
+        rows = [run.stretches[run.place(kept)], run.stretches[stretch]]
+        texts = [[text for node in row for text in texts_of(self._module, node)] for row in rows]
+        for old, new in zip(*texts, strict=True):
             if found.setdefault(old, new) != new:
                 raise Unequal(f"{old} is {found[old]} and {new}")
         return found
-
-    def _texts_of(self, run: Run, stretch: int) -> list[str]:
-        found = run.stretches[stretch]
-        if isinstance(found, Absent):
-            return found.texts
-        return [text for node in found for text in texts_of(self._module, node)]
 
     def _collect(self) -> dict[Port, fx.Node]:
         """The outputs: the gradients last, in the order of the inputs."""

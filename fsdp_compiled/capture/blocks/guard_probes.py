@@ -1,14 +1,9 @@
-"""Checks whether the guards of a walked block would hold for another block, on the objects that the guards look at.
-
-One expression reads all of these objects. Most guards look at the classes of modules, and at dictionaries of hooks,
-which are empty: these are compared all at once.
-"""
+"""Checks whether the guards of a walked block would hold for another block, on the objects that the guards look at."""
 
 from __future__ import annotations
 
 import functools
 import types
-from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from operator import is_, itemgetter
 from typing import Any, NamedTuple
@@ -28,28 +23,6 @@ HOOKS = (
 )  # fmt: skip
 HOOKS_OF = itemgetter(*HOOKS)
 HOLDERS = ("_modules", "_parameters", "_buffers")
-TEXT = {str}
-
-
-def probe_of(one: Any) -> Callable[[Any], bool]:
-    """A function that tells whether another object is `alike` this one."""
-    kind = type(one)
-    if isinstance(one, nn.Module):
-        return lambda other: type(other) is kind
-    if looks_elsewhere(kind):  # the object itself says where
-        return lambda other: other is one
-    if kind in (dict, OrderedDict) and not one:
-        return lambda other: type(other) is kind and not other
-    if isinstance(one, dict) and set(map(type, one)) <= TEXT:
-        keys = list(one)
-        values = list(map(repr, one.values())) if all(map(plain, one.values())) else None
-        return lambda other: (
-            type(other) is kind
-            and list(other) == keys
-            and set(map(type, other)) <= TEXT
-            and (values is None or values == list(map(repr, other.values())))
-        )
-    return functools.partial(alike, one)
 
 
 def alike(one: Any, other: Any) -> bool:
@@ -58,14 +31,16 @@ def alike(one: Any, other: Any) -> bool:
         return True
     if type(one) is not type(other):
         return False
-    if isinstance(one, torch.Tensor):
-        return layout_of(one) == layout_of(other)
     if isinstance(one, nn.Module):
         return True  # what is read of it has guards of its own
+    if looks_elsewhere(type(one)):  # the object itself says where
+        return False
+    if isinstance(one, torch.Tensor):
+        return layout_of(one) == layout_of(other)
     if plain(one) and plain(other):
         return repr(one) == repr(other)
     if isinstance(one, dict):
-        if len(one) != len(other) or (one and list(map(repr, one)) != list(map(repr, other))):
+        if [(type(key), repr(key)) for key in one] != [(type(key), repr(key)) for key in other]:
             return False
         # Code may read any value of a dictionary of plain values; in other dictionaries, the values read have guards.
         return not all(map(plain, one.values())) or list(map(repr, one.values())) == list(map(repr, other.values()))
@@ -95,12 +70,12 @@ Looked = tuple[Guard, Any, tuple[Source, ...]]
 
 
 class Question(NamedTuple):
-    """For the guard at ``place`` in the list: the object that it looks at, a function that tells whether another object
-    passes, the names that the guard looks up in it, and which of these exist."""
+    """For the guard at ``place`` in the list: the object that it looks at, a function that tells of this and another
+    object whether that passes, the names that the guard looks up in it, and which of these exist."""
 
     place: int
     value: Any
-    same: Callable[[Any], bool]
+    same: Callable[[Any, Any], bool]
     names: list[str]
     has: list[bool]
 
@@ -114,14 +89,6 @@ class Questions:
         """``kinds``: the kinds of the guards; ``sources``: where the block's own tensors are."""
         self._call, self._guards, self._sources = call, guards, sources
         self._asked = list(self._questions(kinds))
-        plain = {one.place: one for one in self._asked if kinds[one.place] != "ID_MATCH" and not guards[one.place][2]}
-        self._modules = [one.place for one in plain.values() if isinstance(one.value, nn.Module)]
-        self._classes = [type(guards[place][1]) for place in self._modules]
-        empty = (one for one in plain.values() if type(one.value) is OrderedDict and not one.value and not one.names)
-        self._empty = [one.place for one in empty]
-        at_once = {*self._modules, *self._empty}
-        self._others = [one for one in self._asked if one.place not in at_once]
-        self._named = [one for one in self._asked if one.place in at_once and one.names]
         self._read, self._tables = self._reader(), self._read_in()
 
     def ask(self, call: BlockCall) -> tuple[list[Any], list[torch.Tensor]]:
@@ -129,27 +96,16 @@ class Questions:
         if call.evaluate(self._tables):
             raise Unlike("it has a dictionary that makes what is looked up")
         there, elsewhere, tensors = self._read(call)
-        empty = [there[place] for place in self._empty]
-        if (
-            [type(there[place]) for place in self._modules] != self._classes
-            or not {*map(type, empty)} <= {OrderedDict}
-            or any(empty)
-            or any(one.has != _has(there[one.place], one.names) for one in self._named)
-        ):
-            self._compare(self._asked, there, elsewhere)
-        self._compare(self._others, there, elsewhere)
-        return there, tensors
-
-    def _compare(self, asked: Iterable[Question], there: Sequence[Any], elsewhere: Sequence[Sequence[Any]]) -> None:
-        for place, value, same, names, has in asked:
+        for place, value, same, names, has in self._asked:
             mine, its = there[place], elsewhere[place]
             if mine is value and not its:
                 continue
-            if not (same(mine) and (not names or has == _has(mine, names))):
+            if not (same(value, mine) and (not names or has == _has(mine, names))):
                 name = self._guards[place][0].originating_source.name.removeprefix(self._call.source.name)
                 raise Unlike(f"{plain_names(name).strip('.')} is not what it is in the one before")
             if any(mine is not one for one in its):
                 raise Unlike("what is one object in one is two in the other")
+        return there, tensors
 
     def _questions(self, kinds: Sequence[str]) -> Iterator[Question]:
         """The questions of the guards; of guards that ask the same, only the first one's."""
@@ -160,8 +116,7 @@ class Questions:
             question = guard.name, itself, *names
             if others or question not in known:
                 known.add(question)
-                same = functools.partial(is_, value) if itself else probe_of(value)
-                yield Question(place, value, same, names, _has(value, names))
+                yield Question(place, value, is_ if itself else alike, names, _has(value, names))
 
     def _is_own(self, source: Source) -> bool:
         return moved(source, self._call.source, LocalSource(BLOCK), {}) is not source

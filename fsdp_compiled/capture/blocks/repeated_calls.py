@@ -26,41 +26,24 @@ import functools
 import logging
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import nn
 
-from fsdp_compiled.capture.blocks.block_calls import BlockCall, Objects, Unlike, call_path
+from fsdp_compiled.capture.blocks.block_calls import BlockCall, Unlike, call_path
 from fsdp_compiled.capture.blocks.equal_blocks import FEWEST
 from fsdp_compiled.capture.blocks.walked_blocks import Before, WalkedBlock
 from fsdp_compiled.capture.blocks.written_blocks import RepeatError, WrittenBlock
 from fsdp_compiled.capture.guards import Recorder, is_own, plain_names
 from fsdp_compiled.capture.object_identity import has_text
 from fsdp_compiled.capture.python_answers import Answers
-from fsdp_compiled.torch_private.dynamo import (
-    CheckFunctionManager,
-    Guard,
-    InstructionTranslatorBase,
-    LazyVariableTracker,
-    NNModuleSource,
-    Source,
-    UnspecializedNNModuleVariable,
-    VariableBuilder,
-    config,
-)
+from fsdp_compiled.torch_private.dynamo import Guard, Source, config
+from fsdp_compiled.torch_private.names import replaced
 
 log = logging.getLogger("fsdp_compiled")
+CALL = "torch._dynamo.variables.nn_module.UnspecializedNNModuleVariable.call_function"
+BUILD = "torch._dynamo.guards.CheckFunctionManager.build_guards"
 LOCK = threading.RLock()  # Dynamo, too, traces for one thread at a time
-
-
-class Unseen(NamedTuple):
-    """Stands for Dynamo's variable of a block, which Dynamo makes only when it looks at the block."""
-
-    value: nn.Module
-    source: Source
-
-    def get_nn_module_stack_source(self) -> Source:
-        return self.source
 
 
 class Repeats:
@@ -84,94 +67,41 @@ class Repeats:
         self.written: list[WrittenBlock] = []  # in the newest trace
         self._tensors: set[int] = set()  # their own tensors, by identity
         self.built: list[tuple[WrittenBlock, int, Guard]] = []  # guards that Dynamo built, with their places (`guard`)
-        self._unseen: dict[int, LazyVariableTracker] = {}  # blocks that Dynamo did not look at, by identity
         self._told: set[str] = set()
-        self._inside = 0  # how many nested blocks Dynamo is walking through
-        self._objects: Objects | None = None
+        self._values: dict[Any, Any] = {}  # from before the trace, at the sources that were looked up
         self._until_traced = contextlib.ExitStack()
 
     @contextlib.contextmanager
     def watched(self) -> Iterator[None]:
         """Inside, calls of equal blocks that Dynamo comes to on this thread pass through here."""
-        with LOCK, self._patched(), contextlib.ExitStack() as self._until_traced:
+        others = (CALL, self._call), (BUILD, self._build)
+        with LOCK, replaced("equal blocks", *others), contextlib.ExitStack() as self._until_traced:
             yield
 
-    @contextlib.contextmanager
-    def _patched(self) -> Iterator[None]:
-        kind, thread = UnspecializedNNModuleVariable, threading.get_ident()
-        before = kind.call_function
+    def _build(self, build: Callable[..., Any], manager: Any, guards: Any, *rest: Any, **named: Any) -> Any:
+        if "guard_filter_fn" in named:  # those that are kept
+            guards = [*guards, *self.more(guards)]
+        return build(manager, guards, *rest, **named)
 
-        def call_function(variable: Any, tx: Any, args: Any, kwargs: Any) -> Any:
-            walk = functools.partial(before, variable, tx, args, kwargs)
-            if threading.get_ident() != thread or id(variable.value) not in self._lists:
-                return walk()
-            return self._call(walk, variable, tx, args, kwargs)
-
-        call = InstructionTranslatorBase.call_function
-
-        def call_unseen(tx: Any, function: Any, args: Any, kwargs: Any) -> None:
-            result = None
-            if threading.get_ident() == thread and type(function) is LazyVariableTracker:
-                result = self._call_unseen(function, tx, args, kwargs)
-            if result is None:
-                call(tx, function, args, kwargs)
-            else:
-                tx.push(result)
-
-        wrap = VariableBuilder.wrap_module
-
-        def wrap_module(builder: Any, value: nn.Module) -> Any:
-            unseen = self._unseen.pop(id(value), None) if threading.get_ident() == thread else None
-            if unseen is None or unseen.source == builder.source:
-                return wrap(builder, value)
-            unseen.realize()  # it has two names
-            return builder(value)
-
-        build = CheckFunctionManager.build_guards
-
-        def build_guards(manager: Any, guards: Any, *rest: Any, **named: Any) -> Any:
-            if threading.get_ident() == thread and "guard_filter_fn" in named:  # those that are kept
-                guards = [*guards, *self.more(guards)]
-            return build(manager, guards, *rest, **named)
-
-        instead: list[tuple[Any, str, Any]] = [
-            (kind, "call_function", call_function),
-            (InstructionTranslatorBase, "call_function", call_unseen),
-            (VariableBuilder, "wrap_module", wrap_module),
-            (CheckFunctionManager, "build_guards", build_guards),
-        ]
-        with contextlib.ExitStack() as stack:
-            for owner, name, function in instead:
-                stack.callback(setattr, owner, name, getattr(owner, name))
-                setattr(owner, name, function)
-            yield
-
-    def _call(self, walk: Callable[[], Any], variable: Any, tx: Any, args: Any, kwargs: Any) -> Any:
+    def _call(self, call_function: Callable[..., Any], variable: Any, tx: Any, args: Any, kwargs: Any) -> Any:
+        walk = functools.partial(call_function, variable, tx, args, kwargs)
+        if id(variable.value) not in self._lists:
+            return walk()
         if tx.output is not self._output:
             self._output, self._visited, self._walked = tx.output, set(), {}
-            self.written, self._tensors, self.built, self._unseen = [], set(), [], {}
+            self.written, self._tensors, self.built, self._values = [], set(), [], {}
         mine = self._lists[id(variable.value)]
-
-        def walked() -> Any:
-            self._inside += 1
-            try:
-                return walk()
-            finally:
-                self._inside -= 1
-
         if mine not in self._visited:  # only the first block to be called reads shared values for the first time
             self._visited.add(mine)
-            return walked()
+            return walk()
         before: Before | None = None
         with self._answered(variable):
-            if self._objects is None or self._objects.effects is not tx.output.side_effects:
-                self._objects = Objects(tx.output.side_effects)
-            call = BlockCall(variable, tx, args, kwargs, self._objects)
+            call = BlockCall(variable, tx, args, kwargs, self._values)
             if (like := self._walked.get(mine)) is not None:
                 return self._write(like, call)
             before = Before(call)
         compared = self._answers.compared
-        result = walked()
+        result = walk()
         if before is not None:
             with self._answered(variable):
                 if self._answers.compared > compared:
@@ -181,29 +111,13 @@ class Repeats:
                 self._walked[mine] = WalkedBlock(call, before, result, guards)
         return result
 
-    def _call_unseen(self, variable: LazyVariableTracker, tx: Any, args: Any, kwargs: Any) -> Any:
-        """The same for a block that Dynamo has not looked at yet; None if Dynamo must look at it."""
-        if variable.is_realized() or tx.output is not self._output:
-            return None
-        module = variable.original_value()
-        like = self._walked.get(self._lists.get(id(module), (0, object)))
-        if like is None or not isinstance(like.call.source, NNModuleSource) or module in tx.output.side_effects:
-            return None
-        unseen = Unseen(module, type(like.call.source)(variable.source))
-        with self._answered(unseen):
-            assert self._objects is not None
-            result = self._write(like, BlockCall(unseen, tx, args, kwargs, self._objects))
-            self._unseen[id(module)] = variable
-            return result
-        return None
-
     def _write(self, like: WalkedBlock, call: BlockCall) -> Any:
         tensors, values = like.check(call, self._tensors)
         if not self.written:
             # A later `torch.autograd.grad` would look for a path through values that were not computed.
             self._until_traced.enter_context(config.patch(trace_autograd_ops=False))
         block = WrittenBlock(like, call, values)
-        result = block.write(tensors, out=self._inside > 0 or not like.can_stand)
+        result = block.write(tensors)
         self.written.append(block)
         self._tensors.update(map(id, tensors))
         self.wrote = True

@@ -26,8 +26,7 @@ from torch import fx, nn
 
 from fsdp_compiled.capture import aot
 from fsdp_compiled.capture.aot import Traced
-from fsdp_compiled.capture.blocks.elided_blocks import Absent, Elided
-from fsdp_compiled.capture.blocks.equal_blocks import LATER, THIRD, Run, has_lists, runs_of, with_body
+from fsdp_compiled.capture.blocks.equal_blocks import THIRD, Run, runs_of, with_body
 from fsdp_compiled.capture.blocks.expand_repeats import ExpandedProgram, Unequal
 from fsdp_compiled.capture.model_tensors import is_wrapped
 from fsdp_compiled.capture.source_lines import MARK
@@ -45,8 +44,6 @@ class ReducedGraph:
         gone: set[Port] = set()
         for number, run in enumerate(runs):
             for index, stretch in enumerate(run.stretches):
-                if isinstance(stretch, Absent):
-                    continue
                 if (kept := run.kept(index)) is None:
                     instead.update(zip(stretch, run.stretches[THIRD], strict=True))
                     gone.update(run.own[index])
@@ -69,9 +66,8 @@ class ReducedGraph:
                 self._marked += [(inner, mark) for inner in (copy, *list(with_body(module, node))[1:])]
         self.module = fx.GraphModule(module, graph)
         self.module.meta.update(module.meta)
-        for name in ("_param_name_to_source",):
-            if hasattr(module, name):
-                setattr(self.module, name, getattr(module, name))
+        if hasattr(module, "_param_name_to_source"):
+            self.module._param_name_to_source = module._param_name_to_source
 
     @contextmanager
     def marked(self) -> Iterator[None]:
@@ -92,52 +88,21 @@ log = logging.getLogger("fsdp_compiled")
 
 
 def differentiate(
-    module: fx.GraphModule,
-    inputs: Sequence[Any],
-    given: Sequence[Port],
-    results: Sequence[Port],
-    left: Sequence[Elided] = (),
-    every: Sequence[Port] | None = None,
+    module: fx.GraphModule, inputs: Sequence[Any], given: Sequence[Port], results: Sequence[Port]
 ) -> Traced:
-    """Calls `aot.differentiate` on a graph with only a few of many equal stretches.
-
-    ``left``: stretches that are not in the module; ``every``: the given ports, with those of ``left``. Raises
-    `Unequal` if stretches of ``left`` are needed.
-    """
+    """Calls `aot.differentiate` on a graph with only a few of many equal stretches."""
     # A tensor subclass becomes several inputs of the program.
     runs = (
         []
         if any(isinstance(one, torch.Tensor) and is_wrapped(one) for one in inputs)
         else runs_of(module, inputs, given)
     )
-    for gap in left:
-        _widen(runs, gap)
     if runs:
         short = ReducedGraph(module, inputs, given, runs)
         try:
             with short.marked():
                 found = aot.differentiate(short.module, short.inputs, short.given, results)
-            return ExpandedProgram(module, found, runs, given if every is None else every).traced()
+            return ExpandedProgram(module, found, runs, given).traced()
         except Unequal as why:
-            if left:
-                raise
             log.info("equal blocks are differentiated one by one: %s", why)
-    elif has_lists(module):
-        log.info("blocks are differentiated one by one: too few in a row compute the same from the same sizes")
     return aot.differentiate(module, inputs, given, results)
-
-
-def _widen(runs: Sequence[Run], left: Elided) -> None:
-    """Puts stretches that are not in the module into the run of which they are."""
-    for run in runs:
-        for place in range(LATER, len(run.stretches) - run.ends + 1):
-            before, after = run.stretches[place - 1 : place + 1]
-            if isinstance(before, Absent) or isinstance(after, Absent):  # of another gap
-                continue
-            if before[0] is left.before and after[0] is left.after:
-                mine = [left.own.get(port) for port in run.own[place - 1]]
-                if None not in mine:
-                    run.stretches[place:place] = left.stretches
-                    run.own[place:place] = [[one.ports[own] for own in mine] for one in left.stretches]  # type: ignore[index]
-                    return
-    raise Unequal("they are not between equal ones")

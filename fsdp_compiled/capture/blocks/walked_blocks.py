@@ -18,8 +18,6 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from fsdp_compiled.capture.blocks.block_calls import NEW, BlockCall, Unlike, modes, moved, plain, plain_layout
 from fsdp_compiled.capture.blocks.guard_probes import Questions, structure_of
-from fsdp_compiled.capture.blocks.templates import OWN, WRITTEN, Template, own_tensor
-from fsdp_compiled.capture.source_lines import path_in
 from fsdp_compiled.ir.nodes import fake_tensor
 from fsdp_compiled.torch_private.dynamo import (
     ConstantVariable,
@@ -30,6 +28,17 @@ from fsdp_compiled.torch_private.dynamo import (
     TupleVariable,
 )
 from fsdp_compiled.torch_private.modes import C, enter_autocast, exit_autocast
+
+OWN = "own"  # the metadata key for the tensor of an `own_tensor` node
+# The metadata of a node that is written anew for each copy.
+WRITTEN = (
+    "example_value", "creation_timestamp", "source_fn_stack", "nn_module_stack", "stack_trace", "grapharg", OWN,
+)  # fmt: skip
+
+
+def own_tensor() -> torch.Tensor:
+    """Stands in Dynamo's graph for an own tensor of a block that was not walked through (`with_own_tensors`)."""
+    raise AssertionError
 
 
 class Before:
@@ -84,31 +93,24 @@ SOURCE = torch.empty((), device="meta").requires_grad_()  # the results of `anot
 
 def another(value: FakeTensor) -> Any:
     """A fake tensor like ``value``, in its own memory. It has a ``grad_fn`` if ``value`` requires a gradient."""
-    (made,) = others(value, 1)
-    return made
-
-
-def others(value: FakeTensor, count: int) -> list[Any]:
-    """Several such tensors with one ``grad_fn`` for all, which takes as long for one as for many."""
     base = value._base if value._is_view() else None
     if base is not None and base.is_contiguous() and value.is_contiguous() and base.dtype == value.dtype:
         if base.numel() == value.numel() and base.requires_grad == value.requires_grad:
             with torch.enable_grad():
-                return [one.view(value.shape) for one in others(base, count)]
-    shape, strides = tuple(value.shape), value.stride()
-    made = [fake_tensor(value.fake_mode, shape, strides, value.dtype, value.device) for _ in range(count)]
+                return another(base).view(value.shape)
+    made = fake_tensor(value.fake_mode, tuple(value.shape), value.stride(), value.dtype, value.device)
     if not value.requires_grad:
         return made
     with torch.enable_grad():
-        return list(_Computed.apply(SOURCE, made))
+        return _Computed.apply(SOURCE, [made])
 
 
 class _Computed(torch.autograd.Function):
-    """Tells autograd that tensors are computed from one that requires a gradient."""
+    """Tells autograd that a tensor is computed from one that requires a gradient."""
 
     @staticmethod
-    def forward(_ctx: Any, _source: torch.Tensor, made: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-        return tuple(made)
+    def forward(_ctx: Any, _source: torch.Tensor, made: list[torch.Tensor]) -> torch.Tensor:
+        return made[0]
 
 
 # Calls without a value. They change modes (a block leaves each mode that it enters), or write to the block's results.
@@ -122,7 +124,8 @@ def is_input(node: fx.Node) -> bool:
 class WalkedBlock:
     """A block that Dynamo walked through. Raises `Unlike` if the nodes that Dynamo wrote cannot be repeated.
 
-    nodes    the nodes that it wrote; ``inputs``: those of the block's own tensors; ``sources``: where these tensors are
+    nodes    the nodes that it wrote, which Dynamo leaves as they are until all blocks are written
+    inputs   the nodes of the block's own tensors; ``sources``: where these tensors are
     guards   the block's guards, each with its object now and the other sources that it names; ``kinds``: their kinds
     ordered  the sources of dictionaries whose keys it read in order
     results  the nodes that are returned; ``variables``: for each, a variable of Dynamo's to clone
@@ -151,32 +154,12 @@ class WalkedBlock:
         self._questions = Questions(call, self.guards, self.kinds, self.sources)
         self._layouts = [plain_layout(call.value(source)) for source in self.sources]
         self.structure = structure_of(call.module)
-        self._seen: tuple[Any, set[int], set[str]] = None, set(), set()  # `_known`
         self.visits = {name: count for name, count in call.tx.num_calls.items() if self.inside(name)}
         made = set(self.nodes)
         self.results: list[fx.Node] = []
         self._answer(result, lambda node: node in made)
         self.variables: dict[fx.Node, TensorVariable] = {}
-        self._others: dict[fx.Node, list[Any]] = {node: [] for node in self.results}
         self._check_results([*self.inputs, *call.tensors])
-
-    @functools.cached_property
-    def template(self) -> Template:
-        return Template(self.call.module, self.call.trace, self.call.tensors, self.inputs, self.nodes)
-
-    @functools.cached_property
-    def can_stand(self) -> bool:
-        """Whether one node can stand for a whole block. Dynamo must see nodes that change modes in its graph."""
-        return bool(self.results) and not any(node.target in VALUELESS for node in self.nodes)
-
-    @functools.cached_property
-    def paths(self) -> list[tuple[str, bool]]:
-        """For each of the template's stacks the innermost submodule, and whether it is the block or in it."""
-        found = []
-        for stack in self.template.stacks:
-            names = [name for name, _ in stack.values() if path_in([name])]
-            found.append((path_in(names), bool(names) and self.inside(names[-1])))
-        return found
 
     def _guards(self, guards: Iterable[Guard]) -> Iterable[tuple[Guard, Any, tuple[Source, ...]]]:
         """The guards of the block. Those from before its call count too: the block may have read the same again."""
@@ -274,12 +257,6 @@ class WalkedBlock:
             if not same or value.storage_offset() or value._is_view() != like._is_view():
                 raise Unlike("what it returns lies in another way")
 
-    def another(self, result: fx.Node) -> Any:
-        """A fake tensor like a result of the block. A few are made at a time."""
-        if not self._others[result]:
-            self._others[result] = others(result.meta["example_value"], 8)
-        return self._others[result].pop()
-
     def check(self, call: BlockCall, written: Collection[int]) -> tuple[list[torch.Tensor], list[Any]]:
         """The own tensors of the called block, and the objects that its guards look at.
 
@@ -295,7 +272,9 @@ class WalkedBlock:
         if structure_of(call.module) != self.structure:
             raise Unlike("its modules are others")
         there, tensors = self._questions.ask(call)
-        before, read = self._known(call)
+        places = call.output.graph.find_nodes(op="placeholder", sort=False)
+        before = {id(node.meta["grapharg"].example) for node in places if "grapharg" in node.meta}
+        read = {source.name for source in call.output.input_source_to_var}
         here, other = self.call.source.name, call.source.name
         for source, layout, mine in zip(self.sources, self._layouts, tensors, strict=True):
             if layout != plain_layout(mine):
@@ -306,13 +285,3 @@ class WalkedBlock:
         if len(set(map(id, tensors))) != len(tensors):
             raise Unlike("it has the same tensor twice")
         return tensors, there
-
-    def _known(self, call: BlockCall) -> tuple[set[int], set[str]]:
-        """The tensors that Dynamo has read, by identity, and the names of all its inputs."""
-        places = call.output.graph.find_nodes(op="placeholder", sort=False)
-        sources = list(call.output.input_source_to_var)
-        now = len(places), places[-1:], len(sources), sources[-1:]
-        if now != self._seen[0]:
-            examples = {id(node.meta["grapharg"].example) for node in places if "grapharg" in node.meta}
-            self._seen = now, examples, {source.name for source in sources}
-        return self._seen[1:]

@@ -1,18 +1,16 @@
 """Writes the nodes of a block into Dynamo's graph, as a walk through the block would: see `repeated_calls`.
 
-    Dynamo's graph       x, p2 -> y = linear(x, p2)                       z = written_block(y)
-    with own tensors     x, p2 -> y = linear(x, p2)      p3 = own_tensor()      z = linear(y, p3)
+    Dynamo's graph       x, p2 -> y = linear(x, p2)      p3 = own_tensor()      z = linear(y, p3)
     what is made of it   x, p2, p3 -> y = linear(x, p2)                         z = linear(y, p3)
 
 A walk takes a third of a millisecond for each parameter: Dynamo makes a fake tensor, a variable, a guard, and code that
-finds the parameter. The graph needs only an input for it, which it gets when Dynamo is done. Dynamo's own passes over
-its graph go node by node, so a block is one node until they are done (`inlined`).
+finds the parameter. The graph needs only an input for it, which it gets when Dynamo is done (`with_own_tensors`).
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,8 +18,9 @@ import torch
 from torch import fx
 
 from fsdp_compiled.capture.blocks.block_calls import BlockCall
-from fsdp_compiled.capture.blocks.templates import BLOCK, OWN, Line, own_tensor, result_of
-from fsdp_compiled.capture.blocks.walked_blocks import WalkedBlock
+from fsdp_compiled.capture.blocks.walked_blocks import OWN, WRITTEN, WalkedBlock, another, own_tensor
+from fsdp_compiled.capture.guards import OWN as OWN_TENSOR
+from fsdp_compiled.capture.guards import plain_names
 from fsdp_compiled.torch_private.dynamo import (
     ConstantVariable,
     Guard,
@@ -45,12 +44,7 @@ class Own:
 
 
 class WrittenBlock:
-    """A block that was not walked through. ``values``: its objects that the walked block's guards look at.
-
-    ``tensors``: its own tensors, once it is written.
-    """
-
-    tensors: Sequence[torch.Tensor]
+    """A block that was not walked through. ``values``: its objects that the walked block's guards look at."""
 
     def __init__(self, walked: WalkedBlock, call: BlockCall, values: Sequence[Any]) -> None:
         self.walked, self.call, self.values = walked, call, values
@@ -76,65 +70,43 @@ class WrittenBlock:
     def _there(self, value: Any) -> Any:
         return self.walked.there(value, self.call) if isinstance(value, Source) else value
 
-    def write(self, tensors: Sequence[torch.Tensor], out: bool) -> Any:
-        """Writes the block, and returns Dynamo's variable for its result. ``tensors``: the block's own.
-
-        ``out``: whether to write every node; else one node stands for all of them, until `inlined` writes them.
-        """
-        walked, call, template = self.walked, self.call, self.walked.template
-        self.tensors = tensors
-        graph, timestamp = call.output.graph, call.output.timestamp
-        mine = dict(zip(walked.call.tensors, call.tensors, strict=True))
-        given = [mine.get(one, one) for one in template.given]
-        if out:
-            made = self.write_out(graph, given, timestamp)
-            results = [made[node] for node in walked.results]
-        else:
-            block = graph.create_node("call_function", template.call, tuple(given), {}, template.call.__name__)
-            block.meta |= {"creation_timestamp": timestamp, "stack_trace": call.trace, BLOCK: self}
-            results = [
-                graph.create_node("call_function", result_of, (block, place), {}, result_of.__name__)
-                for place in range(len(walked.results))
-            ]
-            for one in results:
-                one.meta |= {"creation_timestamp": timestamp, "stack_trace": call.trace}
-        for node, one in zip(walked.results, results, strict=True):
-            one.meta["example_value"] = walked.another(node)
+    def write(self, tensors: Sequence[torch.Tensor]) -> Any:
+        """Writes the block, and returns Dynamo's variable for its result. ``tensors``: the block's own."""
+        walked, call = self.walked, self.call
+        graph = call.output.graph
+        mine = dict(zip(walked.call.tensors, call.tensors, strict=True))  # this block's nodes by the walked block's
+        for node, source, tensor in zip(walked.inputs, walked.sources, tensors, strict=True):
+            mine[node] = graph.create_node("call_function", own_tensor)
+            mine[node].meta[OWN] = Own(self._there(source), tensor)
+        for node in walked.nodes:
+            args: Any = fx.node.map_arg(node.args, lambda one: mine.get(one, one))
+            kwargs: Any = fx.node.map_arg(node.kwargs, lambda one: mine.get(one, one))
+            mine[node] = made = graph.create_node(node.op, node.target, args, kwargs)
+            if "source_fn_stack" in node.meta:
+                made.meta["source_fn_stack"] = [(made.name, node.meta["source_fn_stack"][-1][1])]
+        self._describe([(node, mine[node]) for node in (*walked.inputs, *walked.nodes)])
+        for node in walked.results:
+            mine[node].meta["example_value"] = another(node.meta["example_value"])
         call.output.guard_on_key_order.update(map(self._there, walked.ordered))
         for name, count in walked.visits.items():
             call.tx.num_calls[walked.path(name, call)] = count
-        return self._returned(walked.result, dict(zip(walked.results, results, strict=True)))
+        return self._returned(walked.result, mine)
 
-    def write_out(self, graph: fx.Graph, given: Sequence[fx.Node], timestamp: Any = None) -> dict[fx.Node, fx.Node]:
-        """Writes the block's nodes at the end of a graph, and returns them by the walked block's nodes. ``given``: the
-        nodes that the block reads there."""
-        walked, call, template = self.walked, self.call, self.walked.template
-        modules = dict(zip(template.modules, (str(id(one)) for one in call.module.modules()), strict=True))
-        stacks = [self._stack(stack, modules) for stack in template.stacks]
-        mine = dict(zip(template.given, given, strict=True))
-
-        def written(line: Line, made: fx.Node) -> fx.Node:
-            """Gives a node the metadata of the walked block's, with this block's modules and the user's lines."""
-            mine[line.node], meta = made, made.meta
-            meta.update(line.kept)
-            if timestamp is not None:
-                meta["creation_timestamp"] = timestamp
-            if line.stack is not None:
-                meta["stack_trace"] = call.trace + line.user
-                meta["nn_module_stack"] = stacks[line.stack]
-            meta.update(line.value)  # which nothing can reach but what is returned, and is not changed
-            return made
-
-        for line, source, tensor in zip(template.inputs, walked.sources, self.tensors, strict=True):
-            made = written(line, graph.create_node("call_function", own_tensor, (), {}, own_tensor.__name__))
-            made.meta[OWN] = Own(self._there(source), tensor)
-        for line in template.lines:
-            args: Any = fx.node.map_arg(line.args, mine.__getitem__)
-            kwargs: Any = fx.node.map_arg(line.kwargs, mine.__getitem__) if line.kwargs else {}
-            made = written(line, graph.create_node(line.op, line.target, args, kwargs, line.name))
-            if line.function is not None:
-                made.meta["source_fn_stack"] = [(made.name, line.function)]
-        return mine
+    def _describe(self, pairs: Iterable[tuple[fx.Node, fx.Node]]) -> None:
+        """Gives nodes the metadata of the walked block's, with this block's modules and the user's lines."""
+        one, other = self.walked.call, self.call
+        modules = {str(id(old)): str(id(new)) for old, new in zip(one.module.modules(), other.module.modules())}
+        stacks: dict[tuple[str, ...], dict[str, Any]] = {}
+        for node, made in pairs:
+            made.meta |= {key: value for key, value in node.meta.items() if key not in WRITTEN}
+            made.meta["creation_timestamp"] = other.output.timestamp
+            if "example_value" in node.meta:  # which nothing can reach but what is returned, and is not changed
+                made.meta["example_value"] = node.meta["example_value"]
+            if (stack := node.meta.get("nn_module_stack")) is not None:  # nodes that change modes have none
+                if tuple(stack) not in stacks:
+                    stacks[tuple(stack)] = self._stack(stack, modules)
+                made.meta["nn_module_stack"] = stacks[tuple(stack)]
+                made.meta["stack_trace"] = other.trace + node.meta.get("stack_trace", "").removeprefix(one.trace)
 
     def _stack(self, stack: Mapping[str, Any], modules: Mapping[str, str]) -> dict[str, Any]:
         """The same module stack for this block. ``modules``: its modules by the walked block's, as a stack names
@@ -163,3 +135,40 @@ class WrittenBlock:
         made = wrap_fx_proxy(self.call.tx, proxy, example_value=node.meta.pop("example_value"))
         known[result] = made.clone()  # before anything is done to it
         return made
+
+
+def with_own_tensors(graph: fx.Graph, inputs: Sequence[Any]) -> list[Any]:
+    """Makes the own tensors of written blocks inputs of Dynamo's graph, and returns all of its inputs.
+
+    Raises `RepeatError` if Dynamo also read a block's own tensor by another name: no guard checks that both names stay
+    one tensor. Parameters and buffers that are tied by the model's own names are excepted: other code checks them.
+    """
+    places = graph.find_nodes(op="placeholder")
+    known = dict(zip(map(id, inputs), places, strict=True))
+    found, written = list(inputs), set()
+    before = next(node for node in graph.nodes if node.op != "placeholder")
+    while before.target is own_tensor:
+        before = before.next
+    for node in graph.find_nodes(op="call_function", target=own_tensor):
+        own = node.meta.pop(OWN)
+        place = known.get(id(own.example)) if node.users else None
+        if place is None and node.users:
+            node.op, node.target = "placeholder", f"own_{len(found)}"
+            node._dynamo_source = own.source  # type: ignore[attr-defined]
+            before.prepend(node)
+            known[id(own.example)] = node
+            written.add(node)
+            found.append(own.example)
+            continue
+        if place is not None:
+            if place not in written:  # Dynamo read the tensor, too, but later
+                for name in (own.source.name, place._dynamo_source.name):
+                    if not OWN_TENSOR.match(name):
+                        raise RepeatError(f"nothing asks whether {plain_names(name)} stays what it is twice")
+                node.meta["example_value"] = place.meta["example_value"]
+                written.add(place)
+                place.meta = node.meta
+                place._dynamo_source = own.source  # type: ignore[attr-defined]
+            node.replace_all_uses_with(place)
+        graph.erase_node(node)
+    return found
