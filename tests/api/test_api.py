@@ -394,3 +394,21 @@ def test_mixed_precision_keeps_shards_whole_and_casts_at_the_ends(precision: Mix
     assert torch.equal(sharded.step(x, y), expected)
     assert all(shard.dtype == torch.float32 for shard in sharded.state.parameters.values())
     assert sharded(x).dtype == torch.float32
+
+
+def test_a_list_of_blocks_may_hold_none() -> None:
+    class Some(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList([nn.Linear(4, 4), None, nn.Linear(4, 4)])  # type: ignore[list-item]
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for layer in self.layers:
+                x = x if layer is None else layer(x)
+            return x
+
+    model = Some()
+    policy = Policy(lower="eager", bucket_mb=0)
+    sharded = compile_sharded(model, loss=lambda model, x: model(x).square().mean(), policy=policy)
+    assert sharded.value_and_grad(torch.ones(2, 4))[1].keys() == dict(model.named_parameters()).keys()
+    assert {"layers.0", "layers.2"} <= {unit.name for unit in sharded.plan.units}

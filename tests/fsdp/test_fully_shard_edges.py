@@ -203,6 +203,11 @@ def hooked_late(model: Any) -> None:
     loss.backward()
 
 
+def with_a_part_in_common() -> list[nn.Module]:
+    part = nn.Linear(6, 6)
+    return [nn.Sequential(part, nn.Linear(6, 6)), nn.Sequential(part, nn.Linear(6, 6))]
+
+
 def on_a_mesh(parameter: nn.Parameter) -> Any:
     """As FSDP2's `ShardPlacementResult`."""
     return SimpleNamespace(placement=None, mesh_info=object())
@@ -227,6 +232,8 @@ def dual(model: nn.Module) -> Any:
         (lambda: fully_shard(net(), policy=Policy(clip=1.0)), "clip_grad_norm_"),
         (lambda: fully_shard(nn.ModuleList([nn.Linear(2, 2)])), "do not implement forward"),
         (lambda: fully_shard(fully_shard(net())), "before"),
+        (lambda: fully_shard(fully_shard(net())[0]), "Linear.weight was sharded by an earlier call of fully_shard"),
+        (lambda: [fully_shard(one) for one in with_a_part_in_common()], "where modules share a part, on that part"),
         (lambda: copy.deepcopy(fully_shard(net())), "cannot be copied"),
         (lambda: fully_shard(net()).set_gradient_divide_factor(0.0), "positive number"),
         (lambda: fully_shard(net()).set_custom_all_gather(print), "programs make their own collectives"),

@@ -47,6 +47,24 @@ def test_a_dataclass_comes_back_with_the_tensors_of_its_call() -> None:
     assert torch.allclose(model.one.weight.grad.full_tensor(), (X + 1).sum(0).expand(2, 4))
 
 
+class Keyed(dict[str, Any]):
+    """A dict whose attributes are its keys, as many projects have one. Nothing else can be asked of it."""
+
+    __getattr__ = dict.__getitem__
+
+
+def test_a_dict_whose_attributes_are_its_keys_comes_back() -> None:
+    class Named(Heads):
+        def forward(self, x: torch.Tensor) -> Any:
+            return Keyed(one=self.one(x), inner=Keyed(two=self.two(x)), length=3)
+
+    model = fully_shard(Named())
+    found = model(X)
+    assert type(found) is Keyed and type(found.inner) is Keyed and found.length == 3
+    (found.one + found.inner.two).sum().backward()
+    assert torch.allclose(model.two.weight.grad.full_tensor(), X.sum(0).expand(2, 4))
+
+
 def compiled_inside() -> nn.Module:
     model = net()
     model[0] = torch.compile(model[0])
