@@ -106,7 +106,9 @@ def _mesh(mesh: DeviceMesh, axes: Mapping[str, int], tp: DeviceMesh | None) -> M
         device = default_device()
         torch.cuda.set_device(device)
     sizes = {axis: mesh.size(dim) for axis, dim in axes.items()}
-    ranks = {axis: mesh.get_local_rank(dim) for axis, dim in axes.items()}
+    place = mesh.get_coordinate()
+    assert place is not None
+    ranks = {axis: place[dim] for axis, dim in axes.items()}
     groups = {axis: mesh.get_group(dim).group_name for axis, dim in axes.items() if sizes[axis] > 1}
     if tp is not None:
         groups["tp"] = tp.get_group().group_name

@@ -63,7 +63,7 @@ def test_it_trains_on_two_ranks_as_unsharded(name: str) -> None:
     plain, wrong = copy.deepcopy(model), copy.deepcopy(model)
     torch.manual_seed(1)
     batches = [[batch(), batch()] for _ in range(STEPS)]
-    simulation = simulate(model, sgd(model), huggingface.loss, batches, Policy(lower="eager"))
+    simulation = simulate(model, sgd(model, 0.05), huggingface.loss, batches, Policy(lower="eager"))
     expected = _eager(plain, batches)
     assert _furthest(simulation.parameters, expected) < 1e-5
     assert _furthest(_eager(wrong, batches, lr=0.0501), expected) > 1e-5  # control
