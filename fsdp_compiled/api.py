@@ -37,7 +37,7 @@ from fsdp_compiled.plan.plan import Plan
 from fsdp_compiled.plan.units import Choice
 from fsdp_compiled.policy import Policy
 from fsdp_compiled.runtime.checked_call import checked_call, device_refusal, eager_refusal, local_refusal, wire_refusal
-from fsdp_compiled.runtime.local_steps import LocalSteps, exchanges, own_sites
+from fsdp_compiled.runtime.local_steps import LocalSteps, exchanges, own_sites, programs_of
 from fsdp_compiled.runtime.managed_model import ManagedModel
 from fsdp_compiled.runtime.param_step_counts import brought_by
 from fsdp_compiled.runtime.programs.no_collection import no_collection
@@ -119,7 +119,7 @@ def _sharded(
     except Exception as error:  # of the user's code too: the optimizer's step, the choice of units
         failure = error
     place = _connect_or_raise(mesh, model, failure)
-    plan = None
+    plan = exchange = None
     notes: tuple[str, ...] = ()
     if checked is not None and checked[2].tp is not None:
         # A rank that does not come here has failed, or has another policy: it is in the exchange below meanwhile.
@@ -144,6 +144,7 @@ def _sharded(
             replicas = place.replicate if policy.sync_every is None else 1  # which a step then does not know
             plan = make_plan(leaves, policy, place.device, place.shard, replicas, place.tp)
             plan = replace(plan, notes=(*plan.notes, *notes, *described(rules), *exchanges(policy, place.replicate)))
+            exchange = programs_of(plan, place) if policy.sync_every is not None and own is not None else None
             text = _fingerprint(model, plan, rules, own) if place.world > 1 else ""
         except Exception as error:
             failure = failure or error
@@ -154,7 +155,7 @@ def _sharded(
         taken, state, random, whole, on_shards = lockstep(place, "What compile_sharded takes over", begin)
     maker = ProgramMaker(model, taken.open, loss, plan, place, Calls(place), random.bound)
     hyperparameters = Hyperparameters(own, plan.device)
-    local = LocalSteps(plan, place, maker, state) if plan.policy.sync_every and own is not None else None
+    local = LocalSteps(plan, place, exchange, maker, state) if exchange is not None else None
     return Sharded(
         taken, own, Programs(maker, checked[1]), hyperparameters, Copies(plan), state, random, whole, on_shards, local
     )

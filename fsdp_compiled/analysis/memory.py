@@ -22,7 +22,6 @@ from fsdp_compiled.ir.program import Program
 from fsdp_compiled.optim.rule import Rule, rule_for
 from fsdp_compiled.plan.plan import Plan
 from fsdp_compiled.plan.text import Repeat, fold, human, repeats
-from fsdp_compiled.policy import OuterSGD
 
 GENERATOR = {"cpu": 5056, "cuda": 16}  # bytes of a generator's state
 BAR = 60  # the longest bar of the timeline
@@ -165,7 +164,7 @@ def unpredicted(reason: str) -> Memory:
 
 def _travelling(plan: Plan) -> int:
     """Bytes of exchanges between sites that are on their way: of each part this site's change, and that of all."""
-    every, overlap = plan.policy.sync_every, (plan.policy.outer or OuterSGD()).overlap
+    every, overlap = plan.policy.sync_every, plan.policy.exchange.overlap
     if every is None or not overlap:
         return 0
     parts = [(step, sum(plan.shard_numel(one) * one.dtype.itemsize for one in part)) for step, part in plan.exchanged]
@@ -191,7 +190,7 @@ def persistent(
             entries = [entry for entry in rule_for(rules, buffer.group).state if not entry.scalar]
             elementwise += size * sum((entry.dtype or buffer.dtype).itemsize for entry in entries)
             if plan.policy.sync_every is not None:  # the anchor, and the outer momentum
-                kept = 2 if (plan.policy.outer or OuterSGD()).momentum else 1
+                kept = 2 if plan.policy.exchange.momentum else 1
                 elementwise += kept * plan.shard_numel(buffer) * buffer.dtype.itemsize
     hypers = len({(rule.group, name) for rule in rules for name in rule.hypers})
     scale = plan.policy.initial_scale(torch.device("meta"))

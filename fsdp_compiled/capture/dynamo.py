@@ -21,7 +21,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from fsdp_compiled.capture import causal_masks, model_collectives, object_identity, random_calls, unknown_reads
+from fsdp_compiled.capture import object_identity, random_calls, unknown_reads
 from fsdp_compiled.capture.absent_names import failed_lookups
 from fsdp_compiled.capture.aot import CaptureError
 from fsdp_compiled.capture.batch_changes import contents, left
@@ -37,10 +37,11 @@ from fsdp_compiled.capture.captured import (
     find_loss,
     own,
 )
+from fsdp_compiled.capture.causal_masks import use_masks
 from fsdp_compiled.capture.dynamo_run import Trace
 from fsdp_compiled.capture.global_modes import GlobalModes
 from fsdp_compiled.capture.guards import Recorder
-from fsdp_compiled.capture.model_collectives import name_axes
+from fsdp_compiled.capture.model_collectives import name_axes, trace_differentiable
 from fsdp_compiled.capture.model_tensors import check_parameters, in_place, is_wrapped, places_of, put_back
 from fsdp_compiled.capture.output_ports import closed, output_ports, put_hooks
 from fsdp_compiled.capture.python_answers import Answers, noted
@@ -286,8 +287,8 @@ def _dynamo(asked: set[str]) -> Iterator[None]:
     serialize the functions in ``ignore_logging_functions`` for its statistics.
     """
     onednn: Any = torch.backends.mkldnn
-    model_collectives.substitute()
-    causal_masks.substitute()
+    trace_differentiable()
+    use_masks()
     before, onednn.enabled = onednn.enabled, False
     loud = [logging.getLogger(name) for name in LOUD]
     disabled = [logger.disabled for logger in loud]

@@ -28,6 +28,7 @@ from fsdp_compiled.capture.aot import CaptureError
 from fsdp_compiled.capture.source_lines import user_line
 from fsdp_compiled.ir.nodes import is_collective
 from fsdp_compiled.ir.program import Program
+from fsdp_compiled.torch_private.names import substitute
 
 c10d = torch.ops._c10d_functional
 DIFFERENTIABLE = "torch.distributed.nn.functional"
@@ -47,7 +48,6 @@ WRITTEN = (
 )
 Op = dist.ReduceOp
 SUMS = {Op.SUM: "sum", Op.AVG: "avg", Op.PRODUCT: "product", Op.MIN: "min", Op.MAX: "max"}  # as a program names them
-_substituted: list[Any] = []
 
 
 def without_derivatives(module: fx.GraphModule) -> None:
@@ -149,15 +149,11 @@ def _all_gather(tensor: torch.Tensor, group: Any = dist.group.WORLD) -> tuple[to
     return _AllGather.apply(tensor, group.size(), group.group_name, sums).unbind(0)
 
 
-def substitute() -> None:
-    """From now on Dynamo traces these functions in the place of PyTorch's, which refuse to be traced. Runs once a
-    process."""
-    found = sys.modules.get(DIFFERENTIABLE)
-    if found is None or _substituted:
-        return
-    for name, function in (("all_reduce", _all_reduce), ("all_gather", _all_gather)):
-        given = torch.compiler.substitute_in_graph(getattr(found, name), skip_signature_check=True)
-        _substituted.append(given(function))
+def trace_differentiable() -> None:
+    """From now on Dynamo traces these functions in the place of PyTorch's, which refuse to be traced."""
+    if (found := sys.modules.get(DIFFERENTIABLE)) is not None:
+        substitute(found.all_reduce, _all_reduce)
+        substitute(found.all_gather, _all_gather)
 
 
 def name_axes(program: Program, mesh: DeviceMesh | None, groups: dict[str, str] | None) -> None:

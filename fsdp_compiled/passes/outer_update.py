@@ -28,7 +28,6 @@ from fsdp_compiled.ir.edit import Edit
 from fsdp_compiled.ir.nodes import Mark, fake_tensor
 from fsdp_compiled.ir.program import ANCHOR, MOMENTUM, Port, Program
 from fsdp_compiled.plan.plan import Buffer, Plan
-from fsdp_compiled.policy import OuterSGD
 
 aten = torch.ops.aten
 c10d = torch.ops._c10d_functional
@@ -69,7 +68,7 @@ def outer_update(program: Program, plan: Plan, late: bool = False) -> Program:
 
 def _move(edit: Edit, buffer: Buffer, own: fx.Node, mean: fx.Node, plan: Plan, late: bool) -> None:
     """``own``: this site's change; ``mean``: that of all sites, on the wire."""
-    outer, mark = plan.policy.outer or OuterSGD(), Mark("update", buffer.unit, buffer.key)
+    outer, mark = plan.policy.exchange, Mark("update", buffer.unit, buffer.key)
     shard, anchor = (edit.inputs[Port("in", *one)] for one in (("shard", buffer.key), ("state", buffer.key, ANCHOR)))
     with edit.at(edit.end, "update"):
         if plan.replicate > 1:

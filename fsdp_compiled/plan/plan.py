@@ -32,7 +32,7 @@ from fsdp_compiled.plan.hardware import CPU, Cluster
 from fsdp_compiled.plan.leaf import Leaf
 from fsdp_compiled.plan.owners import dealt, update_cost
 from fsdp_compiled.plan.text import describe, fold
-from fsdp_compiled.policy import OuterSGD, Placement, Policy
+from fsdp_compiled.policy import Placement, Policy
 
 Axis = Literal["shard", "replicate", "tp"]
 
@@ -274,12 +274,12 @@ class Plan:
         """The parts that sites exchange under ``Policy.sync_every``, of about equal size: each with the step of a round
         after which it is sent."""
         assert self.policy.sync_every is not None
-        outer, trained = self.policy.outer or OuterSGD(), [buffer for buffer in self.buffers if buffer.updated]
+        trained = [buffer for buffer in self.buffers if buffer.updated]
         total, before = sum(map(self.shard_numel, trained)), 0
         parts: dict[int, list[Buffer]] = {}
         for buffer in trained:
             middle = before + self.shard_numel(buffer) / 2
-            parts.setdefault(int(outer.parts * middle / total), []).append(buffer)
+            parts.setdefault(int(self.policy.exchange.parts * middle / total), []).append(buffer)
             before += self.shard_numel(buffer)
         steps = (self.policy.sync_every * (number + 1) // len(parts) for number in range(len(parts)))
         return list(zip(steps, parts.values(), strict=True))

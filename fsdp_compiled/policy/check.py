@@ -132,7 +132,7 @@ def _check_local_steps(policy: Policy) -> None:
                 f"Policy.outer={policy.outer} moves weights every sync_every steps, which is None. Give it."
             )
         return
-    outer = policy.outer or OuterSGD()
+    outer = policy.exchange
     if outer.parts > policy.sync_every or outer.overlap >= policy.sync_every:
         raise ValueError(
             f"Policy.outer={outer} with sync_every={policy.sync_every}: expected at most as many parts as steps, and "

@@ -113,8 +113,8 @@ class Policy:
         sum is rounded once more. An infinity or a NaN makes its 128 elements NaN, on all ranks. With one rank nothing
         is sent, and nothing is rounded; the loss, the norm and what travels along a tp axis are sent as they are, and
         so is what an evaluation of `Sharded.gathered` reads. Refused for parameters in float64, and, until it is held
-        against eager PyTorch there, with ``offload``, ``loss_scale``, ``sync_every``, tensor parallelism and optimizers
-        of whole matrices. What rounding needs on a CPU meanwhile, some 1 MB, is not in the predicted memory. None: in
+        against eager PyTorch there, with ``offload``, ``loss_scale``, tensor parallelism and optimizers of whole
+        matrices. What rounding needs on a CPU meanwhile, some 1 MB, is not in the predicted memory. None: in
         the compute dtype, and the dtype of the reduction.
     memory_gb
         What a step may take of a rank's memory at its peak, as `Sharded.memory` predicts it, in GiB, or None. Until it
@@ -286,6 +286,11 @@ class Policy:
             "good": torch.zeros((), dtype=torch.int32, device=device),
             "overflows": torch.zeros((), dtype=torch.int64, device=device),
         }
+
+    @property
+    def exchange(self) -> OuterSGD:
+        """How sites exchange under ``sync_every``: ``outer``, or its defaults."""
+        return self.outer or OuterSGD()
 
     @property
     def moving(self) -> tuple[int, ...]:

@@ -31,12 +31,13 @@ from fsdp_compiled.ir.program import ANCHOR, MOMENTUM, Port, Program
 from fsdp_compiled.lower.lowering import Runner, below_autograd
 from fsdp_compiled.lower.split_forward_backward import cut
 from fsdp_compiled.plan.plan import Plan
-from fsdp_compiled.policy import OuterSGD, Policy, sites
+from fsdp_compiled.policy import Policy, sites
 from fsdp_compiled.runtime.programs.program_maker import ProgramMaker
 from fsdp_compiled.runtime.state import State
 
 Saved = Mapping[str, Any]
 Tensors = dict[str, torch.Tensor]
+Programs = tuple[Program, list[tuple[Program, ...]]]
 
 
 def own_sites(mesh: Mesh, shard: str) -> Mesh:
@@ -52,7 +53,7 @@ def exchanges(policy: Policy, replicas: int) -> tuple[str, ...]:
     """The note about exchanges that a plan prints; empty if there are none."""
     if policy.sync_every is None:
         return ()
-    outer = policy.outer or OuterSGD()
+    outer = policy.exchange
     how = f" in {outer.parts} parts" * (outer.parts > 1) + f", {outer.overlap} steps on the way" * (outer.overlap > 0)
     return (
         f"{replicas} site{'s' * (replicas > 1)} by themselves for {policy.sync_every} steps, then an exchange{how}",
@@ -76,23 +77,23 @@ class LocalSteps:
     ``overlap``, one, or two between which it travels.
     """
 
-    def __init__(self, plan: Plan, mesh: Mesh, maker: ProgramMaker, state: State) -> None:
-        """``plan``: the plan of one site. ``state``: gets the tensors that an exchange reads and writes."""
+    def __init__(self, plan: Plan, mesh: Mesh, programs: Programs, maker: ProgramMaker, state: State) -> None:
+        """``plan``: the plan of one site. ``programs``: `programs_of` it. ``state``: gets the tensors that an exchange
+        reads and writes."""
         assert plan.policy.sync_every is not None
-        outer = plan.policy.outer or OuterSGD()
-        self.every, self.steps, self._overlap = plan.policy.sync_every, 0, outer.overlap
+        self.every, self.steps, self._overlap = plan.policy.sync_every, 0, plan.policy.exchange.overlap
         self.due: list[Due] = []
-        joined, parts = replace(plan, replicate=mesh.replicate), plan.exchanged
-        self.program = passes.outer(joined, [buffer for _, buffers in parts for buffer in buffers])
-        self.parts: list[tuple[Program, ...]] = []
-        self._sent_after = [step for step, _ in parts]
-        if len(parts) > 1 or outer.overlap:
-            programs = (passes.outer(joined, buffers, late=outer.overlap > 0) for _, buffers in parts)
-            self.parts = [halves(one) if outer.overlap else (one,) for one in programs]
+        self.program, self.parts = programs
+        self._sent_after = [step for step, _ in plan.exchanged]
         self._maker = maker
         self._runners: dict[int, Runner] = {}
         self._travelling: dict[int, Tensors] = {}  # what a part's first program left to its second
-        self._where = {"sites": mesh.replicate, "ranks": mesh.shard, "parts": len(parts), "overlap": outer.overlap}
+        self._where = {
+            "sites": mesh.replicate,
+            "ranks": mesh.shard,
+            "parts": len(plan.exchanged),
+            "overlap": self._overlap,
+        }
         rank = mesh.shard_rank + mesh.shard * mesh.replicate_rank  # for the noise of `Policy.wire`
         self._rank = torch.tensor([rank], device=plan.device)
         self._shards = [port.name for port in self.program.inputs if port.kind == "shard"]
@@ -208,6 +209,18 @@ class LocalSteps:
             state.parameters[key].copy_(tensor)
         for part, tensors in saved.get("travelling", {}).items():
             self._travelling[int(part)] = {key: tensor.to(self._rank.device) for key, tensor in tensors.items()}
+
+
+def programs_of(plan: Plan, mesh: Mesh) -> Programs:
+    """The program that exchanges everything at once, and those of each part. Raises ``ValueError`` for what
+    `Policy.wire` cannot send."""
+    outer, parts = plan.policy.exchange, plan.exchanged
+    joined = replace(plan, replicate=mesh.replicate)
+    whole = passes.outer(joined, [buffer for _, buffers in parts for buffer in buffers])
+    if len(parts) == 1 and not outer.overlap:
+        return whole, []
+    programs = (passes.outer(joined, buffers, late=outer.overlap > 0) for _, buffers in parts)
+    return whole, [halves(one) if outer.overlap else (one,) for one in programs]
 
 
 def halves(program: Program) -> tuple[Program, Program]:

@@ -13,6 +13,7 @@ what runs on a release that is not in `TESTED`, where the environment has ``FSDP
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
 import logging
 import os
@@ -236,6 +237,12 @@ def replaced(use: str, *others: tuple[str, Callable[..., Any]]) -> Iterator[None
             owner, own = attribute(name)
             stack.enter_context(mock.patch.object(owner, own, on_this_thread(getattr(owner, own), other)))
         yield
+
+
+@functools.cache
+def substitute(function: Callable[..., Any], other: Callable[..., Any]) -> Any:
+    """From now on Dynamo traces the other function in the place of this one, in the whole process."""
+    return torch.compiler.substitute_in_graph(function, skip_signature_check=True)(other)
 
 
 def on_this_thread(function: Callable[..., Any], other: Callable[..., Any]) -> Callable[..., Any]:

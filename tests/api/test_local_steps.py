@@ -10,10 +10,11 @@ import torch
 from torch import nn
 
 from fsdp_compiled import OuterSGD, Policy, compile_sharded, passes, simulate
+from fsdp_compiled.distributed.mesh import Mesh
 from fsdp_compiled.ir.nodes import is_collective, is_wait, mutated
 from fsdp_compiled.plan.leaf import Leaf
 from fsdp_compiled.plan.make_plan import make_plan
-from fsdp_compiled.runtime.local_steps import halves
+from fsdp_compiled.runtime.local_steps import halves, programs_of
 from tests.launch import launch
 from tests.workers.local_steps import FOUR, TWO, Net, loss_of
 
@@ -150,6 +151,15 @@ def test_numbers_of_the_outer_optimizer_are_checked() -> None:
     for fields in ({"lr": 0.0}, {"momentum": 1.0}, {"momentum": 0.0}, {"nesterov": 1}, {"parts": 0}, {"overlap": -1}):
         with pytest.raises(ValueError, match="OuterSGD"):
             OuterSGD(**fields)  # type: ignore[arg-type]
+
+
+def test_what_the_wire_cannot_send_is_refused_before_anything_is_changed() -> None:
+    plan = make_plan(
+        [Leaf(("weight",), (36,), (1,), torch.float64, True, 0, "root")],
+        Policy("ddp", sync_every=2, wire="int8"), torch.device("cpu"), 1, 1, 1,
+    )  # fmt: skip
+    with pytest.raises(ValueError, match=r"is sent in torch\.float64"):
+        programs_of(plan, Mesh(torch.device("cpu"), 1, 2))
 
 
 def test_whole_matrices_are_refused() -> None:

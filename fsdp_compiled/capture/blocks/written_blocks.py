@@ -95,7 +95,9 @@ class WrittenBlock:
     def _describe(self, pairs: Iterable[tuple[fx.Node, fx.Node]]) -> None:
         """Gives nodes the metadata of the walked block's, with this block's modules and the user's lines."""
         one, other = self.walked.call, self.call
-        modules = {str(id(old)): str(id(new)) for old, new in zip(one.module.modules(), other.module.modules())}
+        modules = {
+            str(id(old)): str(id(new)) for old, new in zip(one.module.modules(), other.module.modules(), strict=True)
+        }
         stacks: dict[tuple[str, ...], dict[str, Any]] = {}
         for node, made in pairs:
             made.meta |= {key: value for key, value in node.meta.items() if key not in WRITTEN}

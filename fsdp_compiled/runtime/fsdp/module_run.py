@@ -111,7 +111,7 @@ class Run:
         """Runs forward. Returns its results, for autograd to differentiate."""
         given, self.given = self.given, ()
         for group in self.made.groups:
-            if group.pads and not group.gathered:
+            if not group.gathered:
                 group.gathered = any(self.made.names[entry] in self.training.gathered for entry in group.entries)
         return _Function.apply(self, torch.zeros((), requires_grad=True), *given)
 

@@ -163,7 +163,7 @@ class ParameterGroup:
         self.synchronise = True  # whether backward reduces gradients
         self.all_reduces = True  # whether it all-reduces them over replicas
         self.pads = False  # whether parameters that backward does not reach get a gradient of zeros
-        self.gathered = False  # whether a forward gathered them since then
+        self.gathered = False  # whether a forward that trains has gathered them
         self.division = Division()
         self.all_reduce_hook: Callable[[torch.Tensor], Any] | None = None
         self.holding: list[Any] = []  # the `ModulePlan`s with this group, of modules whose backward held gradients back
