@@ -32,19 +32,23 @@ ENVIRONMENT := env -u PYTHONDONTWRITEBYTECODE OMP_NUM_THREADS=1
 PYTEST := $(ENVIRONMENT) $(RUN) $(PARALLEL)
 
 # What PYTEST_ARGS asks for runs on the default torch alone.
-test: lint ## lint, the tests, and a part of them on the newest torch (PYTEST_ARGS="-k plan -x": those alone)
+# The newest torch is fetched while lint computes.
+test: ## lint, the tests, and a part of them on the newest torch (PYTEST_ARGS="-k plan -x": those alone)
+	@sh .ci/setup test
+	@$(if $(PYTEST_ARGS),,$(SETUP_NEWEST) & )$(MAKE) --no-print-directory lint; failed=$$?; wait; exit $$failed
 	$(PYTEST) $(PYTEST_ARGS)
 	$(if $(PYTEST_ARGS),,@$(MAKE) --no-print-directory test-newest)
 
 # The newest patch of each release that the package is for: pyproject.toml has the range.
 VERSIONS := 2.11.0 2.12.1 2.13.0 2.14.1
 NEWEST := $(lastword $(VERSIONS))
+SETUP_NEWEST = TORCH=torch==$(NEWEST) sh .ci/setup test .venv-$(basename $(NEWEST))
 # What of the tests shows most of what another torch may change.
 PART := $(foreach name, parity fully_shard fully_shard_results guards repeated_calls families \
 	unknown_reads unseen_inputs inherited_names closed_layouts tensor_parallel tensor_parallel_loop checkpoints \
 	checkpoint_ranks fuzz examples readme cli_train kernels_compiled,$(wildcard tests/*/test_$(name).py))
 test-newest: ## that part, on the newest torch, in an environment of its own
-	@TORCH=torch==$(NEWEST) sh .ci/setup test .venv-$(basename $(NEWEST))
+	@$(SETUP_NEWEST)
 	$(ENVIRONMENT) .venv-$(basename $(NEWEST))/bin/python -P -m $(PARALLEL) $(PART) $(PYTEST_ARGS)
 
 test-versions: ## the tests on all releases of torch, and docs/versions.md, a quarter of an hour each

@@ -54,6 +54,7 @@ def test_it_compiles_to_wide_accesses_without_spills(name: str, architecture: in
     assert found.registers == record[triton.__version__][name][f"sm_{architecture}"]
 
 
+@pytest.mark.exhaustive  # each torch's own tests compile them, above
 @pytest.mark.parametrize("python", OTHERS or [pytest.param("", marks=pytest.mark.skip("no other environment"))])
 def test_the_triton_of_another_torch_compiles_all_of_them(python: str, tmp_path: Path) -> None:
     environment = os.environ | {"PYTHONPATH": str(ROOT), "TRITON_CACHE_DIR": str(tmp_path)}
