@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+import traceback
 from collections.abc import Callable
 from typing import Any
 
@@ -11,6 +13,8 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
+
+from tests.launch import of_all
 
 WIDTH, VOCABULARY, LENGTH = 8, 16, 5
 
@@ -110,3 +114,14 @@ def different(one: Any, two: Any) -> str:
         elif type(left) is not type(right) or left != right:
             return f"result {place}: {left} and {right}"
     return ""
+
+
+def beside(case: Callable[[Any], Any], theirs: Any, *others: Any) -> str:
+    """Where what the case leaves with one of these parts from what it leaves with theirs, on any rank; or its error."""
+    try:
+        expected = case(theirs)
+        said = next(filter(None, (different(expected, case(one)) for one in others)), "")
+    except Exception:
+        said = traceback.format_exc()[-3000:]
+        print(said, file=sys.stderr, flush=True)
+    return next((f"rank {rank}: {one}" for rank, one in enumerate(of_all(said)) if one), "")

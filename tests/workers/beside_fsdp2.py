@@ -6,14 +6,10 @@ torchrun --nproc-per-node 2 beside_fsdp2.py RESULT NAME...; four ranks for what 
 from __future__ import annotations
 
 import importlib
-import json
-import sys
 import tempfile
-import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -39,7 +35,7 @@ from fsdp_compiled.lower.split_forward_backward import whole_gradients
 from fsdp_compiled.runtime.programs import program_maker
 from tests import launch
 from tests.launch import of_all
-from tests.loops import different, full, gradients, weights
+from tests.loops import beside, full, gradients, weights
 
 WIDTH = 8
 Call = Callable[[nn.Module, int], torch.Tensor]
@@ -745,26 +741,12 @@ def recorded(backward: Program) -> Program:
     return made
 
 
-def main(result: str, names: list[str]) -> None:
+def main(*names: str) -> dict[str, Any]:
     program_maker.whole_gradients = recorded
     GROUPS.extend(dist.new_group([rank]) for rank in range(dist.get_world_size()))
-    found: dict[str, Any] = {}
-    for name in names:
-        if name == "refused":
-            found[name] = of_all(refused())
-            continue
-        try:
-            said = different(CASES[name](theirs), CASES[name](ours))
-        except Exception:
-            said = traceback.format_exc()[-3000:]
-            print(name, said, file=sys.stderr, flush=True)
-        found[name] = next((f"rank {rank}: {one}" for rank, one in enumerate(of_all(said)) if one), "")
-    found["reductions"] = REDUCTIONS
-    if dist.get_rank() == 0:
-        Path(result).write_text(json.dumps(found))
+    found = {name: of_all(refused()) if name == "refused" else beside(CASES[name], theirs, ours) for name in names}
+    return found | {"reductions": REDUCTIONS}
 
 
 if __name__ == "__main__":
-    dist.init_process_group("gloo")
-    main(sys.argv[1], sys.argv[2:])
-    dist.destroy_process_group()
+    launch.answer(main)

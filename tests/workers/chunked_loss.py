@@ -5,11 +5,8 @@ torchrun --nproc-per-node N chunked_loss.py RESULT
 
 from __future__ import annotations
 
-import json
-import sys
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,7 +19,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 from fsdp_compiled import Policy, chunked_cross_entropy, compile_sharded, fully_shard
 from fsdp_compiled.distributed.device_mesh import connect
 from fsdp_compiled.distributed.mesh import exchange
-from tests.launch import told
+from tests.launch import answer, told
 
 
 class Head(nn.Module):
@@ -80,7 +77,7 @@ def cut_head(world: int) -> str:
     return "" if "A head that tensor parallelism cuts holds a part of the logits" in said else said
 
 
-def main(result: str) -> None:
+def main() -> dict[str, Any]:
     mesh = connect(None)
     batches = [data(100, 64, seed) for seed in range(mesh.world)]
     eager = plain(64, 8, None)
@@ -123,10 +120,8 @@ def main(result: str) -> None:
         )
         for face, weights in faces.items()
     }
-    found = whole | {"a head that is cut": cut_head(mesh.world)}
-    if mesh.rank == 0:
-        Path(result).write_text(json.dumps(found))
+    return whole | {"a head that is cut": cut_head(mesh.world)}
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    answer(main)

@@ -6,7 +6,6 @@ torchrun --nproc-per-node 4 convert_tensor_parallel.py RESULT FOLDER
 from __future__ import annotations
 
 import os
-import sys
 import warnings
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from fsdp_compiled import Policy, Sharded, compile_sharded
 from fsdp_compiled.runtime.checkpoint.convert import convert
-from tests.launch import write_for_all
+from tests.launch import answer, of_all
 from tests.toys import squares
 
 RANK = int(os.environ.get("RANK", 0))
@@ -109,9 +108,8 @@ def equal(sharded: Sharded, expected: dict[str, torch.Tensor]) -> bool:
     )
 
 
-def main(result: str, place: str) -> None:
+def main(place: str) -> list[Any]:
     warnings.filterwarnings("ignore")
-    dist.init_process_group("gloo")
     folder, found = Path(place), {}
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("shard", "tp"))
     model, optimizer = theirs(0, mesh)
@@ -148,10 +146,8 @@ def main(result: str, place: str) -> None:
     found["there and back, 1 x 4"] = equal(square, expected)
     if RANK == 0:
         torch.save({name: expected[name] for name, _ in Net().named_parameters()}, folder / "expected.pt")
-    write_for_all(found, result)
-    dist.barrier()
-    dist.destroy_process_group()
+    return of_all(found)
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    answer(main)

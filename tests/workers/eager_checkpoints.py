@@ -6,15 +6,13 @@ torchrun --nproc-per-node 2 eager_checkpoints.py RESULT FOLDER
 from __future__ import annotations
 
 import os
-import sys
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from fsdp_compiled import Policy, Sharded, compile_sharded
-from fsdp_compiled.distributed.device_mesh import connect
-from tests.launch import of_all, told, write_for_all
+from tests.launch import answer, of_all, told
 from tests.untraced import Idle, Queue, batches, groups, loss
 
 RANK, WORLD = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
@@ -54,8 +52,7 @@ def equal(found: dict[str, Any], expected: dict[str, Any]) -> bool:
     )
 
 
-def main(result: str, folder: str) -> None:
-    connect(None)
+def main(folder: str) -> list[Any]:
     sharded, optimizer = build()
     train(sharded, 0, BEFORE)
     sharded.save(folder, wait=True)
@@ -78,8 +75,8 @@ def main(result: str, folder: str) -> None:
         torch.save({**expected, "losses": losses}, Path(folder) / "expected.pt")
         optimizer.rates.append(7.0)  # this rank alone
     found["apart"] = told(lambda: sharded.save(Path(folder) / "apart"))
-    write_for_all(found, result)
+    return of_all(found)
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    answer(main)

@@ -5,16 +5,13 @@ torchrun --nproc-per-node 2 eager_update.py RESULT
 
 from __future__ import annotations
 
-import json
 import os
-import sys
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from fsdp_compiled import Policy, RankError, compile_sharded
-from fsdp_compiled.distributed.device_mesh import connect
+from tests.launch import answer
 from tests.untraced import Average, Idle, Queue, batches, eagerly, groups, loss
 
 RANK = int(os.environ["RANK"])
@@ -45,16 +42,13 @@ def differs(kind: Any, shard: str) -> str:
     return ""
 
 
-def main(result: str) -> None:
-    connect(None)
-    found = {
+def main() -> dict[str, str]:
+    return {
         f"{kind.__name__} {shard}": differs(kind, shard)
         for kind in (Average, Queue)
         for shard in ("zero3", "zero2", "zero1", "ddp")
     }
-    if RANK == 0:
-        Path(result).write_text(json.dumps(found))
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    answer(main)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import io
-import json
 import re
 import sys
 import types
@@ -15,6 +14,8 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+
+from tests.launch import answer
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 IMPORT = re.compile(r"^from fsdp_compiled import fully_shard$", re.MULTILINE)
@@ -47,19 +48,16 @@ def run(name: str, face: str) -> list[str]:
     return printed.getvalue().splitlines()
 
 
-def main(result: str, names: list[str]) -> None:
+def main(*names: str) -> dict[str, list[str]]:
+    torch.set_num_threads(1)
     sys.path.insert(0, str(EXAMPLES))
     found = {}
     for name in names:
         name, _, broken = name.partition(":")
         faces = (broken,) if broken else ("ours", "FSDP2")
         found |= {f"{name} {face}": run(name, face) for face in faces}
-    if dist.get_rank() == 0:
-        Path(result).write_text(json.dumps(found))
+    return found
 
 
 if __name__ == "__main__":
-    dist.init_process_group("gloo")
-    torch.set_num_threads(1)
-    main(sys.argv[1], sys.argv[2:])
-    dist.destroy_process_group()
+    answer(main)

@@ -5,11 +5,8 @@ torchrun --nproc-per-node 2 fully_shard.py RESULT [CASE ...]
 
 from __future__ import annotations
 
-import json
 import os
-import sys
 import tempfile
-import traceback
 from collections.abc import Callable
 from functools import partial
 from types import SimpleNamespace
@@ -27,8 +24,8 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.utils.checkpoint import checkpoint
 
 import fsdp_compiled as ours
-from tests.launch import of_all
-from tests.loops import GPT, batch, different, full, gpt, gradients, loss_of, train, weights
+from tests.launch import answer
+from tests.loops import GPT, batch, beside, full, gpt, gradients, loss_of, train, weights
 from tests.workers import fully_shard_classes, fully_shard_midway, fully_shard_models
 
 # All blocks of a model, and its root, gathered together, as far as they are alike: these models are small.
@@ -342,27 +339,12 @@ CASES: dict[str, Callable[[Any], Any]] = {
 }  # fmt: skip
 
 
-def main(result: str, names: list[str]) -> None:
-    found: dict[str, str] = {}
-    for name in names or CASES:
-        case = CASES[name]
-        try:
-            expected = case(theirs)
-            found[name] = different(expected, case(ours))
-            if not found[name] and (name in MERGED_TOO or os.environ.get("ALL_TESTS")):
-                found[name] = different(expected, case(together))
-        except Exception:
-            found[name] = traceback.format_exc()[-3000:]
-            print(found[name], file=sys.stderr, flush=True)
-        found[name] = next((f"rank {rank}: {one}" for rank, one in enumerate(of_all(found[name])) if one), "")
-        if dist.get_rank() == 0:
-            print(name, "ok" if not found[name] else found[name][:200], flush=True)
-    if dist.get_rank() == 0:
-        with open(result, "w") as file:
-            json.dump(found, file)
+def main(*names: str) -> dict[str, str]:
+    every = bool(os.environ.get("ALL_TESTS"))
+    return {
+        name: beside(CASES[name], theirs, ours, *[together] * (name in MERGED_TOO or every)) for name in names or CASES
+    }
 
 
 if __name__ == "__main__":
-    dist.init_process_group("gloo")
-    main(sys.argv[1], sys.argv[2:])
-    dist.destroy_process_group()
+    answer(main)

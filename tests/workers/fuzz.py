@@ -6,22 +6,18 @@ torchrun --nproc-per-node 2 fuzz.py RESULT FIRST COUNT
 from __future__ import annotations
 
 import contextlib
-import json
 import os
-import sys
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from fsdp_compiled.distributed.device_mesh import connect
 from tests.fuzz.cases import Case, make_case
 from tests.fuzz.parts import LAYERS, OUT, RANDOM, WIDTH
 from tests.fuzz.sides import REFUSED, Differs, Ours, Plain
 from tests.fuzz.trial import CLOSE, HALF, compare
-from tests.launch import of_all
+from tests.launch import answer, of_all
 
 RANK, WORLD = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 ALONE = ("gradient", "draw", "replace buffer")  # of one process: flat shards, and a generator that each rank mixes
@@ -115,8 +111,7 @@ def run(case: Case) -> str:
     return ""
 
 
-def main(result: str, first: str, count: str) -> None:
-    connect(None)
+def main(first: str, count: str) -> dict[str, list[str]]:
     found: dict[str, list[str]] = {}
     for seed in range(int(first), int(first) + int(count)):
         with contextlib.redirect_stderr(None):
@@ -124,9 +119,8 @@ def main(result: str, first: str, count: str) -> None:
         every = of_all(said)
         if any(every):
             found[f"{seed} {case_of(seed)}"] = every
-    if RANK == 0:
-        Path(result).write_text(json.dumps(found))
+    return found
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    answer(main)

@@ -5,7 +5,6 @@ torchrun --nproc-per-node 2 gathered_loop.py RESULT
 
 from __future__ import annotations
 
-import sys
 from typing import Any
 
 import torch
@@ -15,7 +14,7 @@ from torch.profiler import profile
 
 import fsdp_compiled as ours
 from bench.observe import NOT_DATA
-from tests.launch import told, write_for_all
+from tests.launch import answer, of_all, told
 from tests.loops import batch, full, gpt, loss_of
 
 
@@ -80,7 +79,7 @@ def refused() -> list[str]:
     return [*said, str(moved.abs().max().item() > 0), str(all(map(torch.equal, once(model), each(model))))]
 
 
-def main(result: str) -> None:
+def main() -> list[Any]:
     expected = trained(theirs, each)
     found: dict[str, Any] = {}
     found["same"] = [all(map(torch.equal, trained(ours, how), expected)) for how in (each, once)]
@@ -91,10 +90,8 @@ def main(result: str) -> None:
         model.layers[0](torch.zeros(1, 2, 8))
     found["sent"] = sent(profiled)
     found["refused"] = refused()
-    write_for_all(found, result)
+    return of_all(found)
 
 
 if __name__ == "__main__":
-    dist.init_process_group("gloo")
-    main(sys.argv[1])
-    dist.destroy_process_group()
+    answer(main)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from typing import Any
 
 import torch
@@ -12,8 +11,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from torch.profiler import profile
 
 from fsdp_compiled.distributed.mesh import Mesh
-from fsdp_compiled.distributed.process_group import close
-from tests.launch import write_for_all
+from tests.launch import answer, of_all
 
 c10d = torch.ops._c10d_functional
 KINDS = [
@@ -57,20 +55,18 @@ def operators(call: Any) -> dict[str, int]:
     return {name: names.count(name) for name in sorted(set(names))}
 
 
-def main() -> None:
-    dist.init_process_group("gloo")
+def main() -> list[Any]:
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     group = mesh.get_group().group_name
     before = operators(lambda: gathered(group, turned=False))
     Mesh(torch.device("cpu"), dist.get_world_size(), groups={"shard": group})
     Mesh(torch.device("cpu"), dist.get_world_size(), groups={"shard": group})
     sent = operators(lambda: gathered(group))
-    answer = gathered(group) | {"before": before, "sent": sent}
+    found = gathered(group) | {"before": before, "sent": sent}
     whole = torch.arange(12.0).view(6, 2)
-    answer["dtensor"] = torch.equal(distribute_tensor(whole, mesh, [Shard(0)]).full_tensor(), whole)
-    write_for_all(answer, sys.argv[1])
-    close()
+    found["dtensor"] = torch.equal(distribute_tensor(whole, mesh, [Shard(0)]).full_tensor(), whole)
+    return of_all(found)
 
 
 if __name__ == "__main__":
-    main()
+    answer(main)

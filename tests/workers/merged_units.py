@@ -5,7 +5,6 @@ torchrun --nproc-per-node 2 merged_units.py RESULT
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -20,7 +19,7 @@ from bench.observe import NOT_DATA
 from fsdp_compiled import Policy, fully_shard
 from fsdp_compiled.runtime.fsdp.merged_units import rows
 from fsdp_compiled.runtime.fsdp.module_state import states_in
-from tests.launch import told, write_for_all
+from tests.launch import answer, of_all, told
 
 WIDTH, LAYERS = 8, 6
 
@@ -188,13 +187,10 @@ def whole() -> Any:
     return kinds, units(model)
 
 
-def main(result: str) -> None:
+def main() -> list[Any]:
     cases = (collectives, numbers, local_tensors, writes, treated_apart, alone, whole)
-    found = {case.__name__: case() for case in cases}
-    write_for_all(found, result)
+    return of_all({case.__name__: case() for case in cases})
 
 
 if __name__ == "__main__":
-    dist.init_process_group("gloo")
-    main(sys.argv[1])
-    dist.destroy_process_group()
+    answer(main)

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import json
-import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,7 +17,7 @@ from bench.network import Network, slow_network
 from fsdp_compiled import Policy, compile_sharded
 from fsdp_compiled.distributed.device_mesh import connect
 from fsdp_compiled.distributed.mesh import RankError, exchange
-from fsdp_compiled.distributed.process_group import close
+from tests.launch import answer
 
 GIGABITS, LATENCY = 0.08, 0.2  # 10 MB/s: 20 ms for what is sent below; the latency is what a busy machine may lose
 MESSAGE = 0.02  # seconds that a small one takes where the network is measured
@@ -166,8 +163,7 @@ def measured(**policy: Any) -> list[Any]:
     return [plan.policy.network, [note for note in plan.notes if note.startswith("network")], plan.machine.latency]
 
 
-def main() -> None:
-    dist.init_process_group("gloo")
+def main() -> dict[str, Any]:
     result = {
         "timed": {kind: timed(kind) for kind in KINDS},
         "exposed": {str(seconds): exposed(seconds) for seconds in (0.0, 0.1, 0.5)},
@@ -188,10 +184,8 @@ def main() -> None:
         dist.all_reduce(torch.zeros(1), group=other)
         dist.broadcast(torch.zeros(3), 0)
     result["not spared"] = [(transfer.name, transfer.size) for transfer in some.take() + some.take()]
-    if dist.get_rank() == 0:
-        Path(sys.argv[1]).write_text(json.dumps(result))
-    close()
+    return result
 
 
 if __name__ == "__main__":
-    main()
+    answer(main)

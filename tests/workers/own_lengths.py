@@ -5,9 +5,6 @@ torchrun --nproc-per-node 2 own_lengths.py RESULT
 
 from __future__ import annotations
 
-import json
-import sys
-import traceback
 from typing import Any
 
 import torch
@@ -20,10 +17,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 import fsdp_compiled as ours
 from fsdp_compiled.distributed import watchdog
 from fsdp_compiled.distributed.mesh import RankError
-from fsdp_compiled.distributed.process_group import close
 from fsdp_compiled.policy import Policy
-from tests.launch import of_all
-from tests.loops import GPT, VOCABULARY, different, gradients, weights
+from tests.launch import answer
+from tests.loops import GPT, VOCABULARY, beside, different, gradients, weights
 
 POLICY = Policy(lower="eager", cuda_graph=False, dynamic=False, programs=4)
 
@@ -111,25 +107,12 @@ def turned() -> str:
     return "\n".join(said)
 
 
-def main(result: str) -> None:
+def main() -> dict[str, str]:
     watchdog.PATIENCE = 2.0
-    found: dict[str, str] = {}
-    for name, case in {"train": train, "evaluate": evaluate, "replicas": replicas}.items():
-        try:
-            found[name] = different(case(theirs), case(ours))
-        except Exception:
-            found[name] = traceback.format_exc()[-3000:]
-            print(found[name], file=sys.stderr, flush=True)
+    found = {case.__name__: beside(case, theirs, ours) for case in (train, evaluate, replicas)}
     found["broken"] = different(train(theirs), train(ours, 0.1000001))
-    everyone = of_all(found)
-    rank = dist.get_rank()
-    said = turned()
-    if rank == 0:
-        with open(result, "w") as file:
-            json.dump({"ranks": everyone, "turned": said}, file)
+    return found | {"turned": turned()}
 
 
 if __name__ == "__main__":
-    dist.init_process_group("gloo")
-    main(sys.argv[1])
-    close()
+    answer(main)

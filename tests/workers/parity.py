@@ -6,14 +6,9 @@ training, the *control*, is the reference with one thing broken.
 
 from __future__ import annotations
 
-import json
 import math
-import sys
-import traceback
 from collections.abc import Iterable
 from dataclasses import dataclass
-from datetime import timedelta
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -26,8 +21,8 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from fsdp_compiled import Policy, compile_sharded
-from fsdp_compiled.distributed.process_group import close
 from tests.chosen import examples
+from tests.launch import answer
 from tests.loops import full as whole
 
 STEPS = 20
@@ -163,7 +158,9 @@ def batch_of(step: int, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 @dataclass
 class Run:
-    """What a training showed: the mean loss of each step, the gradient's norms if any, the weights at its end."""
+    """What a training showed: the mean loss of each step, the gradient's norms if any, the weights at its end.
+
+    In `precision`, loss scales are in the place of norms."""
 
     losses: list[float]
     norms: list[float]
@@ -239,6 +236,7 @@ def compare(mine: Run, other: Run) -> dict[str, Any]:
     """Relative distances, and the names of all that is not equal bit for bit."""
     names = sorted({*mine.weights, *other.weights})
     unequal = [f"loss {step}" for step, loss in enumerate(mine.losses) if loss != other.losses[step]]
+    unequal += [f"norm {step}" for step, norm in enumerate(other.norms) if norm != mine.norms[step]]
     unequal += [name for name in names if not torch.equal(mine.weights[name], other.weights[name])]
     return {
         "unequal": unequal,
@@ -278,24 +276,10 @@ def measure(case: Case, rank: int = 0, world: int = 1) -> dict[str, Any]:
     }
 
 
-def main() -> None:
-    result = Path(sys.argv[1])
-    dist.init_process_group("gloo", timeout=timedelta(seconds=120))
+def main(*names: str) -> dict[str, Any]:
     rank, world = dist.get_rank(), dist.get_world_size()
-    results = {}
-    for name, case in CASES[world].items():
-        if sys.argv[2:] and name not in sys.argv[2:]:
-            continue
-        try:
-            results[name] = measure(case, rank, world)
-        except Exception:  # told as this case's failure, so that the others still run
-            traceback.print_exc()
-            results[name] = {"failure": traceback.format_exc()}
-        dist.barrier()
-    if rank == 0:
-        result.write_text(json.dumps(results))
-    close()
+    return {name: measure(case, rank, world) for name, case in CASES[world].items() if name in names or not names}
 
 
 if __name__ == "__main__":
-    main()
+    answer(main)

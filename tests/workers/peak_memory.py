@@ -5,10 +5,7 @@
 
 from __future__ import annotations
 
-import json
-import sys
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -19,6 +16,7 @@ from bench.rivals import RIVALS, Setting, Step, ours
 from fsdp_compiled.cli.rank import RankInfo
 from fsdp_compiled.cli.simulate import sized
 from tests.chosen import examples
+from tests.launch import answer
 
 LAYERS = examples(12, 24)
 HALF = 0.1 * LAYERS  # MiB, of 4.8 with all of the preset's 24
@@ -35,7 +33,8 @@ def peak(build: Callable[[Setting], Step], setting: Setting, batch: tuple[torch.
     return [observer.seen.peak_bytes, observer.seen.collectives]
 
 
-def main(result: str, lower: str, control: str = "") -> None:
+def main(lower: str, control: str = "") -> dict[str, list[int]]:
+    torch.set_num_threads(1)
     here = RankInfo(dist.get_rank(), dist.get_world_size(), torch.device("cpu"))
     preset = sized(PRESETS["thin"], layers=LAYERS)
     setting = Setting(preset, here, seed=0)
@@ -43,13 +42,8 @@ def main(result: str, lower: str, control: str = "") -> None:
     builds = {"fsdp2": RIVALS["fsdp2"].build, "ours": ours(lower)}
     if control:
         builds["merged"] = ours(lower, bucket_mb=HALF)
-    found = {name: peak(build, setting, batch) for name, build in builds.items()}
-    if here.first:
-        Path(result).write_text(json.dumps(found))
+    return {name: peak(build, setting, batch) for name, build in builds.items()}
 
 
 if __name__ == "__main__":
-    dist.init_process_group("gloo")
-    torch.set_num_threads(1)
-    main(*sys.argv[1:])
-    dist.destroy_process_group()
+    answer(main)

@@ -5,12 +5,7 @@
 
 from __future__ import annotations
 
-import json
-import sys
-import traceback
 from dataclasses import dataclass, replace
-from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,11 +13,12 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
 
 from fsdp_compiled import LossScale, Policy, compile_sharded
-from fsdp_compiled.distributed.process_group import close
 from fsdp_compiled.ir.nodes import is_collective
+from tests.launch import answer
+from tests.loops import full
+from tests.workers.parity import Run, compare
 
 STEPS, WIDTH, ROWS = 6, 8, 4
 OVERFLOWS = 2  # the step in which the last rank's loss is too large for fp16, where the loss is scaled
@@ -94,13 +90,6 @@ def batch(case: Case, step: int, rank: int) -> tuple[torch.Tensor, ...]:
     return x, y, torch.tensor(1e6 if odd else 0.1)
 
 
-@dataclass
-class Run:
-    losses: list[float]
-    scales: list[float]
-    weights: dict[str, torch.Tensor]
-
-
 SCALE = LossScale(init=2.0**12, interval=2)
 
 
@@ -142,15 +131,7 @@ def fsdp2(case: Case, rank: int, policy: MixedPrecisionPolicy) -> Run:
         dist.all_reduce(mean, dist.ReduceOp.AVG)
         losses.append(mean.item())
         scales.append(scaler.get_scale())
-    weights = {name: value.full_tensor() for name, value in model.state_dict().items() if isinstance(value, DTensor)}
-    return Run(losses, scales, weights)
-
-
-def unequal(mine: Run, other: Run) -> list[str]:
-    """What differs in any bit."""
-    found = [f"loss {step}" for step in range(STEPS) if mine.losses[step] != other.losses[step]]
-    found += [f"scale {step}" for step in range(STEPS) if mine.scales[step] != other.scales[step]]
-    return found + [name for name, value in other.weights.items() if not torch.equal(mine.weights[name], value)]
+    return Run(losses, scales, {name: full(value) for name, value in model.state_dict().items()})
 
 
 def measure(case: Case, rank: int) -> dict[str, Any]:
@@ -158,24 +139,12 @@ def measure(case: Case, rank: int) -> dict[str, Any]:
     right, wrong = fsdp2(case, rank, case.precision), fsdp2(case, rank, case.control)
     if rank != 0:
         return {}
-    return {**acted, "unequal": unequal(mine, right), "control": unequal(mine, wrong), "losses": mine.losses}
+    return {**acted, "reference": compare(mine, right), "control": compare(mine, wrong), "losses": mine.losses}
 
 
-def main() -> None:
-    dist.init_process_group("gloo", timeout=timedelta(seconds=120))
-    rank, results = dist.get_rank(), {}
-    for name in sys.argv[2:] or CASES:
-        case = CASES[name]
-        try:
-            results[name] = measure(case, rank)
-        except Exception:  # told as this case's failure, so that the others still run
-            traceback.print_exc()
-            results[name] = {"failure": traceback.format_exc()}
-        dist.barrier()
-    if rank == 0:
-        Path(sys.argv[1]).write_text(json.dumps(results))
-    close()
+def main(*names: str) -> dict[str, Any]:
+    return {name: measure(CASES[name], dist.get_rank()) for name in names or CASES}
 
 
 if __name__ == "__main__":
-    main()
+    answer(main)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 from fsdp_compiled import Policy, compile_sharded
-from fsdp_compiled.distributed.process_group import close
+from tests.launch import answer
 from tests.models import Stack
 
 LAYERS, STEPS = 4, 7
@@ -55,16 +53,13 @@ def trained(lower: str, folder: Path | None) -> dict[str, Any]:
     }
 
 
-def main() -> None:
-    dist.init_process_group("gloo")
+def main(folder: str) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for lower in ("eager", "inductor"):
-        plain, measured = trained(lower, None), trained(lower, Path(sys.argv[2]) / lower)
+        plain, measured = trained(lower, None), trained(lower, Path(folder) / lower)
         found[lower] = {"plain": plain["losses"], **measured}
-    if dist.get_rank() == 0:
-        Path(sys.argv[1]).write_text(json.dumps(found))
-    close()
+    return found
 
 
 if __name__ == "__main__":
-    main()
+    answer(main)

@@ -5,9 +5,7 @@ torchrun --nproc-per-node N whole_matrices.py RESULT
 
 from __future__ import annotations
 
-import json
 import os
-import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -23,6 +21,7 @@ from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from fsdp_compiled import Policy, RankError, compile_sharded, fully_shard
 from fsdp_compiled.distributed.device_mesh import connect
 from fsdp_compiled.distributed.mesh import exchange
+from tests.launch import answer
 from tests.matrices import Matrices, batches, loss
 
 RANK, WORLD = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
@@ -215,8 +214,7 @@ def fails(kind: type[optim.Muon], failing: str, others: str, change: Callable[[A
     return " ".join(filter(None, exchange(mine, connect(None))))
 
 
-def main(result: str, folder: str) -> None:
-    connect(None)
+def main(folder: str) -> dict[str, str]:
     found: dict[str, str] = {
         shard: differs(Policy(lower="eager", shard=shard), before=2 if shard == "zero2" else 0)  # type: ignore[arg-type]
         for shard in ("zero3", "zero2", "zero1", "ddp")[: 1 if WORLD == 3 else 4]
@@ -234,18 +232,13 @@ def main(result: str, folder: str) -> None:
     if WORLD == 2:
         found["a loop of one's own"] = user_loop()
     if WORLD == 3:  # what is left shows no more than two ranks do
-        return write(found, result)
+        return found
     found["a failing owner"] = fails(Breaks, "ArithmeticError: broken", OWNS)
     found["an owner that fails late"] = fails_late()
     keeps = "RankError: What Switches keeps in its groups and attributes is not the same on ranks 0 and 1"
     found["owners that count otherwise"] = fails(Switches, keeps, keeps)
-    write(found, result)
-
-
-def write(found: dict[str, str], result: str) -> None:
-    if RANK == 0:
-        Path(result).write_text(json.dumps(found))
+    return found
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    answer(main)

@@ -5,8 +5,6 @@ torchrun --nproc-per-node N whole_matrices_edges.py RESULT FOLDER
 
 from __future__ import annotations
 
-import json
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,7 +19,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 from fsdp_compiled import Policy, compile_sharded
 from fsdp_compiled.distributed.device_mesh import connect
 from fsdp_compiled.distributed.mesh import exchange
-from tests.launch import told
+from tests.launch import answer, told
 from tests.matrices import Matrices, batches, loss
 from tests.workers.whole_matrices import RANK, WORLD, gradients, muon, part, worst
 
@@ -192,8 +190,7 @@ def loaded(folder: Path, way: str = "load", least: float = 0.0, most: float = 2e
     return f"off by {off}" if not least <= off <= most else ""
 
 
-def main(result: str, folder: str) -> None:
-    connect(None)
+def main(folder: str) -> dict[str, Any]:
     places = {world: Path(folder, str(world)) for world in (2, 3)}
     save(places[WORLD])
     cases: dict[str, Callable[[], str]] = {
@@ -219,10 +216,8 @@ def main(result: str, folder: str) -> None:
         cases["from another world, by DCP"] = lambda: loaded(places[5 - WORLD], "dcp")
         cases["from its own, by DCP"] = lambda: loaded(places[WORLD], "dcp", most=0.0)
         cases["control: without momentum"] = lambda: loaded(places[WORLD], "weights", least=0.01, most=1.0)
-    found = {name: everywhere(case()) for name, case in cases.items()}
-    if RANK == 0:
-        Path(result).write_text(json.dumps(found))
+    return {name: everywhere(case()) for name, case in cases.items()}
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    answer(main)

@@ -3,9 +3,6 @@ rounding: per parameter, in blocks of 128, with a hash in plain Python integers.
 
 from __future__ import annotations
 
-import json
-import sys
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,9 +13,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from fsdp_compiled import Policy, Sharded, compile_sharded
-from fsdp_compiled.distributed.process_group import close
 from fsdp_compiled.ir.nodes import purpose_of
-from tests.launch import of_all
+from tests.launch import answer, of_all
 from tests.toys import Batch, build, mse
 
 STEPS = 3
@@ -176,14 +172,9 @@ def compared(given: dict[str, Any], mesh: tuple[int, ...]) -> dict[str, Any]:
     }
 
 
-def main() -> None:
-    dist.init_process_group("gloo")
-    wanted = sys.argv[2:] or list(CASES)
-    answer = {name: compared(*CASES[name]) for name in wanted}
-    if dist.get_rank() == 0:
-        Path(sys.argv[1]).write_text(json.dumps(answer))
-    close()
+def main(*names: str) -> dict[str, Any]:
+    return {name: compared(*CASES[name]) for name in names or CASES}
 
 
 if __name__ == "__main__":
-    main()
+    answer(main)

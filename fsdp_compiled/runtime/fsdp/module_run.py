@@ -145,34 +145,51 @@ class Run:
         use. ``reached``: the names of the parameters that have gradients. ``everything``: whether gradients go to
         ``grad``; if not, they go to the caller of ``torch.autograd.grad``, for example, and nothing is held back.
         """
-        made, compiled = self.made, self.compiled
+        made = self.made
         with self.calls.refusing():
             self._check_versions()
             self._check_hooked()
             if everything:
                 self._check_hooks(reached)
-        training = compiled.training
-        waiting, others = self._waiting() if everything else ([], [])
-        aside = everything and not all(group.synchronise and group.all_reduces for group in made.groups)
-        aside = aside or bool(waiting or others) or (everything and made.waits)
-        quiet = everything and not any(group.synchronise for group in made.groups)
-        label = f"backward of {compiled.label}" + " without synchronisation" * quiet
-        if not aside:
-            backward = training.backward
-            flats = tuple(flat for key in backward.gradients for flat in made.rows[key].flats)
-            missed = self._missed([(made, flats)], reached)
-            self.calls.begin(label, backward.wire, missed)
-            found: dict[Entry, DTensor] = {}
-            outputs = run_program(partial(self._run, backward, kept, reached, everything, found), self.calls)
-            self.calls.reached(missed)
-            for key, place in backward.gradients.items():
-                for flat, start in reversed(made.rows[key].starts):
-                    buffer, wanted = made.plan.buffer(key), self._wanted(flat, reached)
-                    found |= self._parts(made, buffer, flat, outputs[place], wanted, start)
-            found |= self._zeros(flats)
-            return found, {name: outputs[place] for name, place in backward.others.items()}
+        if everything:
+            waiting, others = self._waiting()
+            if waiting or others or made.waits or not all(one.synchronise and one.all_reduces for one in made.groups):
+                return self._held_back(kept, reached, waiting, others)
+        return self._reduced(kept, reached, everything)
+
+    def _reduced(
+        self, kept: list[Any], reached: Collection[str], everything: bool
+    ) -> tuple[dict[Entry, DTensor], dict[str, torch.Tensor]]:
+        """The way of most backwards: the program reduces the gradients, and none are held back."""
+        made, backward = self.made, self.training.backward
+        flats = tuple(flat for key in backward.gradients for flat in made.rows[key].flats)
+        missed = self._missed([(made, flats)], reached)
+        self.calls.begin(f"backward of {self.compiled.label}", backward.wire, missed)
+        found: dict[Entry, DTensor] = {}
+        outputs = run_program(partial(self._run, backward, kept, reached, everything, found), self.calls)
+        self.calls.reached(missed)
+        for key, place in backward.gradients.items():
+            for flat, start in reversed(made.rows[key].starts):
+                buffer, wanted = made.plan.buffer(key), self._wanted(flat, reached)
+                found |= self._parts(made, buffer, flat, outputs[place], wanted, start)
+        found |= self._zeros(flats)
+        return found, {name: outputs[place] for name, place in backward.others.items()}
+
+    def _held_back(
+        self,
+        kept: list[Any],
+        reached: Collection[str],
+        waiting: list[Waiting],
+        others: list[tuple[ModulePlan, Extended]],
+    ) -> tuple[dict[Entry, DTensor], dict[str, torch.Tensor]]:
+        """The way where gradients are held back, by this backward or an earlier one: the program gives whole gradients.
+        They are added to those that are held back, and then reduced where this backward is to.
+
+        ``waiting``, ``others``: what earlier backwards of modules around this one held back: see `_waiting`.
+        """
+        made = self.made
         with self.calls.refusing():
-            whole = made.programs.maker.whole(compiled)
+            whole = made.programs.maker.whole(self.compiled)
         reduced: list[Waiting] = []
         for buffer in reversed(made.plan.buffers):  # in backward's order, for hooks
             flats_of = [flat for flat in made.rows[buffer.key].flats if flat.group.synchronise]
@@ -185,8 +202,10 @@ class Run:
             for of, buffer, own in reduced
         ]
         text = repr((whole.wire, sent, [tuple(one.entry.parameter.shape) for _, one in others]))
+        quiet = " without synchronisation" * (not any(group.synchronise for group in made.groups))
+        label = f"backward of {self.compiled.label}{quiet}"
         self.calls.begin(label, hashlib.sha256(text.encode()).hexdigest()[:8], missed)
-        found = {}
+        found: dict[Entry, DTensor] = {}
         shards: list[Reduced] = []
 
         def run() -> Sequence[torch.Tensor]:
