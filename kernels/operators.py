@@ -1,5 +1,5 @@
 """The kernels as operators of ``torch.ops.fsdp_compiled``: flatten, flatten_, accumulate_, measure, adam_,
-sgd_, pack, unpack and combine.
+pack, unpack and combine.
 
 On CUDA they launch Triton kernels; elsewhere they are the plain PyTorch of `reference`, whose signatures they have.
 Compilers see them whole. What they write is in their schemas, they allocate what they return and nothing else, and
@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from fsdp_compiled.kernels import reference
-from fsdp_compiled.kernels.options import SGD, Adam
+from fsdp_compiled.kernels.options import Adam
 
 Function = Callable[..., Any]
 Tensors = Sequence[torch.Tensor]
@@ -23,7 +23,6 @@ PACKED = (torch.float32, torch.bfloat16, torch.float16)
 
 _LIBRARY = torch.library.Library("fsdp_compiled", "FRAGMENT")
 _ADAM = "float beta1, float beta2, float eps, float weight_decay, bool decoupled, bool maximize"
-_SGD = "float momentum, float dampening, float weight_decay, bool nesterov, bool maximize"
 _SCHEMAS = {
     "flatten": "(Tensor[] gradients, int[] offsets, int numel, ScalarType dtype, Tensor? scale=None) -> Tensor",
     "flatten.counted": "(Tensor[] gradients, int[] offsets, int numel, ScalarType dtype, Tensor? scale, "
@@ -34,8 +33,6 @@ _SCHEMAS = {
     "adam_": "(Tensor(a!)[] parameters, Tensor[] gradients, Tensor(b!)[] exp_avgs, Tensor(c!)[] exp_avg_sqs, "
     "Tensor(d!)[] max_exp_avg_sqs, Tensor(e!)[] copies, Tensor lr, Tensor step, Tensor? factor=None, "
     f"Tensor? scheduled=None, Tensor? skipped=None, *, {_ADAM}) -> ()",
-    "sgd_": "(Tensor(a!)[] parameters, Tensor[] gradients, Tensor(b!)[] buffers, Tensor(c!)[] copies, Tensor lr, "
-    f"Tensor? undamped=None, Tensor? factor=None, Tensor? scheduled=None, Tensor? skipped=None, *, {_SGD}) -> ()",
     "pack": "(Tensor values, int rows, Tensor? seed=None, int salt=0, *, str form) -> Tensor",
     "unpack": "(Tensor packed, int rows, int numel, ScalarType dtype, *, str form) -> Tensor",
     "combine": "(Tensor packed, int rows, int numel, ScalarType dtype, *, str form, bool mean) -> Tensor",
@@ -169,7 +166,6 @@ _define("flatten_", "flatten", check_stretches, _nothing, function="flatten_into
 _define("accumulate_", "accumulate", check_lists, _squares_shape)
 _define("measure", "accumulate", check_lists, _squares_shape)
 _define("adam_", "update", check_lists, _nothing, Adam)
-_define("sgd_", "update", check_lists, _nothing, SGD)
 _define("pack", "quantize", check_values, _packed_shape)
 _define("unpack", "quantize", check_packed(lambda numel, rows: (numel, rows)), _unpacked_shape)
 _define("combine", "quantize", check_packed(lambda numel, rows: (numel, 1)), _unpacked_shape)
@@ -182,7 +178,6 @@ KERNELS = (
     operators.accumulate_.default,
     operators.measure.default,
     operators.adam_.default,
-    operators.sgd_.default,
     operators.pack.default,
     operators.unpack.default,
     operators.combine.default,

@@ -36,14 +36,3 @@ class Adam:
     @property
     def log_beta2(self) -> float:
         return math.log(self.beta2) if self.beta2 else -1e4
-
-
-@dataclass(frozen=True)
-class SGD:
-    """`torch.optim.SGD`'s."""
-
-    momentum: float
-    dampening: float
-    weight_decay: float
-    nesterov: bool
-    maximize: bool

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 
 from fsdp_compiled.kernels.layout import ceil_div
-from fsdp_compiled.kernels.options import SGD, Adam
+from fsdp_compiled.kernels.options import Adam
 
 SQUARES = 4096  # elements whose squares `measure` adds up into one number
 SCALED = 128  # elements that have a scale in common, where they are packed
@@ -148,42 +148,6 @@ def adam(
         )
         _write(exp_avgs[index], average, skipped)
         _write(exp_avg_sqs[index], square, skipped)
-        _write(parameter, value, skipped)
-        if copies:
-            _write(copies[index], parameter, skipped)
-
-
-def sgd(
-    parameters: Sequence[torch.Tensor],
-    gradients: Sequence[torch.Tensor],
-    buffers: Sequence[torch.Tensor],
-    copies: Sequence[torch.Tensor],
-    lr: torch.Tensor,
-    undamped: torch.Tensor | None = None,
-    factor: torch.Tensor | None = None,
-    scheduled: torch.Tensor | None = None,
-    skipped: torch.Tensor | None = None,
-    *,
-    options: SGD,
-) -> None:
-    """`torch.optim.SGD`; ``buffers`` (of zeros at first) are there exactly if it has momentum.
-
-    ``undamped`` is 1 on the first step, which takes the gradient whole, and 0 afterwards; ``scheduled`` takes
-    the place of the options' ``momentum``; ``factor``, ``copies`` and ``skipped`` are as in `adam`.
-    """
-    for index, parameter in enumerate(parameters):
-        compute = compute_dtype(parameter)
-        value = parameter.to(compute)
-        gradient = _gradient(gradients[index], compute, factor, options.maximize)
-        if options.weight_decay:
-            gradient = gradient + options.weight_decay * value
-        if buffers:
-            rate = scheduled.to(compute) if scheduled is not None else options.momentum
-            damp = options.dampening if undamped is None else options.dampening * (1 - undamped.to(compute))
-            buffer = rate * buffers[index].to(compute) + (1 - damp) * gradient
-            _write(buffers[index], buffer, skipped)
-            gradient = gradient + rate * buffer if options.nesterov else buffer
-        value = value - lr.to(compute) * gradient
         _write(parameter, value, skipped)
         if copies:
             _write(copies[index], parameter, skipped)

@@ -18,7 +18,7 @@ from fsdp_compiled.kernels.operators import IMPLEMENTATIONS, OPTIONS, RUNS
 
 SIZES = (5000, 1, 33)  # elements; a block is 1,024 or 4,096
 ROWS = 3  # of what is packed
-SCALARS = {"lr": 1e-2, "step": 3.0, "factor": 0.5, "scheduled": 0.8, "undamped": 0.0, "scale": 0.5, "skipped": 0.0}
+SCALARS = {"lr": 1e-2, "step": 3.0, "factor": 0.5, "scheduled": 0.8, "scale": 0.5, "skipped": 0.0}
 ROUNDING = {torch.bfloat16: 2**-7, torch.float16: 2**-10, torch.float64: 1e-12}
 FLOAT32 = 4e-6  # multiply-adds are contracted on a GPU, and sums of squares have another order
 

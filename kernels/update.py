@@ -1,4 +1,4 @@
-"""The update: AdamW, Adam and SGD on the shards, each element of each tensor read once and written once.
+"""The update: AdamW and Adam on the shards, each element of each tensor read once and written once.
 
     before                                          after, in one launch for all shards
 
@@ -21,7 +21,7 @@ while it searches for its own; with 32 tensors in five lists that were 109 of th
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -30,7 +30,7 @@ import triton.language as tl
 
 from fsdp_compiled.kernels.launch import Launch, located, of, pick, triton_dtype
 from fsdp_compiled.kernels.layout import list_groups
-from fsdp_compiled.kernels.options import SGD, Adam
+from fsdp_compiled.kernels.options import Adam
 from fsdp_compiled.kernels.reference import compute_dtype
 
 BLOCK = 1024
@@ -179,111 +179,6 @@ def _adam_kernel(
         _adam(p, g, a, s, m, c, places < size, lr, step, factor, scheduled, skipped, OPTIONS, COMPUTE)
 
 
-@triton.jit
-def _sgd(
-    parameter,
-    gradient,
-    buffer,
-    copy,
-    inside,
-    lr,
-    undamped,
-    factor,
-    scheduled,
-    skipped,
-    OPTIONS: tl.constexpr,
-    COMPUTE: tl.constexpr,
-):
-    DECAY: tl.constexpr = get(OPTIONS, "weight_decay")
-    value = tl.load(parameter, mask=inside).to(COMPUTE)
-    slope = tl.load(gradient, mask=inside).to(COMPUTE)
-    velocity = slope
-    if buffer is not None:
-        velocity = tl.load(buffer, mask=inside).to(COMPUTE)
-    rate = tl.load(lr).to(COMPUTE)
-    undamped = None if undamped is None else tl.load(undamped)
-    factor = None if factor is None else tl.load(factor)
-    scheduled = None if scheduled is None else tl.load(scheduled)
-    if skipped is not None:
-        made = (tl.load(skipped) > 0) == 0
-        written = made if inside is None else inside & made
-    else:
-        written = inside
-    slope = _gradient(slope, factor, get(OPTIONS, "maximize"), COMPUTE)
-    if DECAY != 0:
-        slope += DECAY * value
-    if buffer is not None:
-        keep = tl.full((), get(OPTIONS, "momentum"), COMPUTE)
-        if scheduled is not None:
-            keep = scheduled.to(COMPUTE)
-        damp = tl.full((), get(OPTIONS, "dampening"), COMPUTE)
-        if undamped is not None:
-            damp *= 1 - undamped.to(COMPUTE)
-        velocity = keep * velocity + (1 - damp) * slope
-        if get(OPTIONS, "nesterov"):
-            slope += keep * velocity
-        else:
-            slope = velocity
-    value -= rate * slope
-    if buffer is not None:
-        _store(buffer, velocity, written)
-    _store(parameter, value, written)
-    if copy is not None:
-        _store(copy, value.to(parameter.dtype.scalar.element_ty), written)
-
-
-@triton.jit
-def _sgd_kernel(
-    parameters,
-    gradients,
-    buffers,
-    copies,
-    lr,
-    undamped,
-    factor,
-    scheduled,
-    skipped,
-    GROUPS: tl.constexpr,
-    OPTIONS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    COMPUTE: tl.constexpr,
-):
-    program = tl.program_id(0)
-    STARTS: tl.constexpr = of(GROUPS, 0, "starts")
-    begin, _, size, _ = located(GROUPS, 0, program, BLOCK)
-    places = begin + tl.arange(0, BLOCK)
-    COUNT: tl.constexpr = of(GROUPS, 0, "count")
-    p = pick(parameters, STARTS, program, 0, COUNT) + places
-    g = pick(gradients, STARTS, program, 0, COUNT) + places
-    b = None
-    if buffers is not None:
-        b = pick(buffers, STARTS, program, 0, COUNT) + places
-    c = None
-    if copies is not None:
-        c = pick(copies, STARTS, program, 0, COUNT) + places
-    if begin + BLOCK <= size:
-        _sgd(p, g, b, c, None, lr, undamped, factor, scheduled, skipped, OPTIONS, COMPUTE)
-    else:
-        _sgd(p, g, b, c, places < size, lr, undamped, factor, scheduled, skipped, OPTIONS, COMPUTE)
-
-
-def _launches(
-    kernel: Any, lists: Mapping[str, Sequence[torch.Tensor]], scalars: Mapping[str, Any], options: Any
-) -> list[Launch]:
-    """One launch for each `TENSORS` of a set of dtypes; a list that is empty is not there."""
-    found = []
-    for places, group in list_groups(*lists.values(), block=BLOCK, most=TENSORS):
-        chosen = {name: tuple(tensors[i] for i in places) if tensors else None for name, tensors in lists.items()}
-        constants = {
-            "GROUPS": (group,),
-            "OPTIONS": options,
-            "BLOCK": BLOCK,
-            "COMPUTE": triton_dtype(compute_dtype(lists["parameters"][places[0]])),
-        }
-        found.append(Launch(kernel, group.starts[-1], {**chosen, **scalars, **constants}, WARPS))
-    return found
-
-
 def adam_launches(
     parameters: Sequence[torch.Tensor],
     gradients: Sequence[torch.Tensor],
@@ -299,6 +194,7 @@ def adam_launches(
     *,
     options: Adam,
 ) -> list[Launch]:
+    """One launch for each `TENSORS` of a set of dtypes; a list that is empty is not there."""
     lists = {
         "parameters": parameters,
         "gradients": gradients,
@@ -308,34 +204,20 @@ def adam_launches(
         "copies": copies,
     }
     scalars = {"lr": lr, "step": step, "factor": factor, "scheduled": scheduled, "skipped": skipped}
-    return _launches(_adam_kernel, lists, scalars, options)
-
-
-def sgd_launches(
-    parameters: Sequence[torch.Tensor],
-    gradients: Sequence[torch.Tensor],
-    buffers: Sequence[torch.Tensor],
-    copies: Sequence[torch.Tensor],
-    lr: torch.Tensor,
-    undamped: torch.Tensor | None = None,
-    factor: torch.Tensor | None = None,
-    scheduled: torch.Tensor | None = None,
-    skipped: torch.Tensor | None = None,
-    *,
-    options: SGD,
-) -> list[Launch]:
-    lists = {"parameters": parameters, "gradients": gradients, "buffers": buffers, "copies": copies}
-    scalars = {"lr": lr, "undamped": undamped, "factor": factor, "scheduled": scheduled, "skipped": skipped}
-    return _launches(_sgd_kernel, lists, scalars, options)
+    found = []
+    for places, group in list_groups(*lists.values(), block=BLOCK, most=TENSORS):
+        chosen = {name: tuple(tensors[i] for i in places) if tensors else None for name, tensors in lists.items()}
+        constants = {
+            "GROUPS": (group,),
+            "OPTIONS": options,
+            "BLOCK": BLOCK,
+            "COMPUTE": triton_dtype(compute_dtype(parameters[places[0]])),
+        }
+        found.append(Launch(_adam_kernel, group.starts[-1], {**chosen, **scalars, **constants}, WARPS))
+    return found
 
 
 def adam(*arguments: Any, options: Adam) -> None:
     """As `fsdp_compiled.kernels.reference.adam`."""
     for launch in adam_launches(*arguments, options=options):
-        launch.run(launch.arguments["lr"].device)
-
-
-def sgd(*arguments: Any, options: SGD) -> None:
-    """As `fsdp_compiled.kernels.reference.sgd`."""
-    for launch in sgd_launches(*arguments, options=options):
         launch.run(launch.arguments["lr"].device)

@@ -22,7 +22,7 @@ from triton.runtime import driver
 
 from fsdp_compiled.kernels import accumulate, flatten, quantize, update
 from fsdp_compiled.kernels.launch import Launch
-from fsdp_compiled.kernels.options import SGD, Adam
+from fsdp_compiled.kernels.options import Adam
 from fsdp_compiled.kernels.reference import SQUARES, row_of
 
 RECORD = Path(__file__).parent / "golden" / "registers.json"
@@ -92,13 +92,6 @@ def adams(copies: bool, count: int, skipped: bool = False) -> list[Launch]:
     )
 
 
-def sgd() -> Launch:
-    lists = [shards() for _ in range(3)]
-    options = SGD(momentum=0.9, dampening=0.0, weight_decay=0.1, nesterov=True, maximize=False)
-    (launch,) = update.sgd_launches(*lists, [], tensor(dtype=torch.float64), None, tensor(), options=options)
-    return launch
-
-
 def packed(dtype: torch.dtype, form: str, numel: int = 9_437_184, ranks: int = 8) -> Launch:
     """What a rank sends of a unit's gradients, rounded at random."""
     rows = tensor(ranks * row_of(numel, ranks)[1], dtype=torch.uint8)
@@ -125,7 +118,6 @@ CASES: dict[str, tuple[Any, int, int]] = {
     "adamw with bfloat16 copy": (lambda: adam(True), 16 * update.BLOCK, 14 * update.BLOCK),
     "adamw, 32 shards": (lambda: adam(False, 32), 16 * update.BLOCK, 12 * update.BLOCK),
     "adamw with bfloat16 copy, 32 shards": (lambda: adam(True, 32, True), 16 * update.BLOCK, 14 * update.BLOCK),
-    "sgd": (sgd, 12 * update.BLOCK, 8 * update.BLOCK),
     "pack float32, int8": (lambda: packed(FP32, "int8"), 4 * quantize.BLOCK, quantize.BLOCK),
     "pack float32, fp8": (lambda: packed(FP32, "fp8"), 4 * quantize.BLOCK, quantize.BLOCK),
     "unpack to bfloat16, int8": (lambda: unpacked(BF16, "int8"), quantize.BLOCK, 2 * quantize.BLOCK),
@@ -234,8 +226,6 @@ def other_forms() -> dict[str, Launch]:
     ]
     offsets = [64, 20_000, 30_000, 40_000]
     mine, half = shards(), shards(BF16)
-    every = SGD(momentum=0.9, dampening=0.1, weight_decay=0.1, nesterov=False, maximize=True)
-    plain = SGD(momentum=0.0, dampening=0.0, weight_decay=0.0, nesterov=False, maximize=False)
     coupled = Adam(0.9, 0.999, 1e-8, 0.1, decoupled=False, maximize=True)
     double = shards(torch.float64)
     found = {"strided": flatten.launches(tensor(2**32, dtype=torch.float16), gradients, offsets)}
@@ -245,8 +235,6 @@ def other_forms() -> dict[str, Launch]:
         mine, half, mine, mine, mine, half, wide, scalar, None, wide, wide, options=coupled
     )
     found["adam in float64"] = update.adam_launches(*[double] * 4, [], [], wide, scalar, options=ADAMW)
-    found["sgd"] = update.sgd_launches(mine, mine, mine, half, wide, wide, None, wide, wide, options=every)
-    found["plain sgd"] = update.sgd_launches(mine, mine, [], [], wide, options=plain)
     odd = {"numel": 5 * 2**29 + 1, "ranks": 3}  # rows that end in the midst of a block
     found["pack"], found["unpack"] = [packed(torch.float16, "int8", **odd)], [unpacked(torch.float16, "fp8", **odd)]
     return {name: launches[0] for name, launches in found.items()}

@@ -14,7 +14,7 @@ import torch
 from hypothesis import strategies as st
 
 from fsdp_compiled.kernels import accumulate, flatten, reference, update
-from fsdp_compiled.kernels.options import SGD, Adam
+from fsdp_compiled.kernels.options import Adam
 from fsdp_compiled.kernels.trial import Like
 
 GUARD = 64  # elements on either side of what a kernel may write
@@ -22,7 +22,6 @@ LAYOUTS = ("contiguous", "permuted", "expanded", "sliced", "misaligned")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 SPECIAL = (float("nan"), float("inf"), -float("inf"))
 ADAM = {"beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 0.1, "decoupled": True, "maximize": False}
-MOMENTUM = {"momentum": 0.9, "dampening": 0.0, "weight_decay": 0.1, "nesterov": False, "maximize": False}
 
 
 @dataclass(frozen=True)
@@ -211,7 +210,6 @@ def compare_accumulate(
 
 
 def compare_update(
-    kind: type[Adam] | type[SGD],
     numbers: dict[str, Any],
     lengths: Sequence[int],
     dtype: torch.dtype,
@@ -222,8 +220,6 @@ def compare_update(
     step: int = 3,
     largest: bool = False,
     scheduled: float | None = None,
-    undamped: float | None = None,
-    buffers: bool = True,
     skipped: float | None = None,
     odd: int = 0,
     seed: int = 0,
@@ -240,21 +236,17 @@ def compare_update(
     def scalar(value: float | None, wide: bool = True) -> torch.Tensor | None:
         return None if value is None else torch.tensor(value, dtype=torch.float64 if wide else torch.float32).to(device)
 
-    if kind is Adam:
-        lists = [one(), one(), one(), one(True), one(True) if largest else []]
-        scalars = [scalar(1e-2), scalar(step, False), scalar(factor, False), scalar(scheduled), scalar(skipped)]
-    else:
-        lists = [one(), one(), one() if buffers else []]
-        scalars = [scalar(1e-2), scalar(undamped), scalar(factor, False), scalar(scheduled), scalar(skipped)]
+    lists = [one(), one(), one(), one(True), one(True) if largest else []]
+    scalars = [scalar(1e-2), scalar(step, False), scalar(factor, False), scalar(scheduled), scalar(skipped)]
     copies = [poisoned(n, copy, device) for n in lengths] if copy is not None else []
-    options: Any = kind(**numbers)
+    options: Any = Adam(**numbers)
     results = []
     for module in (update, reference):
         own = [[tensor.clone() for tensor in tensors] for tensors in lists]
         for place in range(0, len(lengths), odd or len(lengths) + 1)[1:]:
             own[0][place] = torch.cat([own[0][place][:1], own[0][place]])[1:]
         own.append([inner if module is update else inner.clone() for inner, _ in copies])
-        getattr(module, kind.__name__.lower())(*own, *scalars, options=options)
+        module.adam(*own, *scalars, options=options)
         results.append(own)
     for index, (mine, expected) in enumerate(zip(*results, strict=True)):
         for tensor, other in zip(mine, expected, strict=True):
@@ -287,12 +279,6 @@ LIKES = {
         dict.fromkeys(("parameters", "gradients", "exp_avgs", "exp_avg_sqs"), (F32,)) | {"copies": (BF16,)},
         {"lr": F64, "step": F32, "factor": F64, "skipped": torch.bool},
         ADAM,
-    ),
-    "sgd_": like(
-        "sgd_",
-        {"parameters": (F32,), "gradients": (F32,), "buffers": (F32,)},
-        {"lr": F64},
-        MOMENTUM | {"dampening": 0.1},
     ),
     "pack": like("pack", {}, {"values": F32, "seed": I64}, {"form": "int8"}),
     "unpack": like("unpack", {}, {"packed": torch.uint8}, {"dtype": F32, "form": "fp8"}),

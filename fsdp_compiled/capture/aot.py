@@ -22,11 +22,14 @@ from fsdp_compiled.capture.source_lines import is_backward, path_of, stretch_of,
 from fsdp_compiled.ir.nodes import Phase, fake_mode, fake_tensor
 from fsdp_compiled.ir.program import Port, Program
 from fsdp_compiled.torch_private.dynamo import TensorifyScalarRestartAnalysis, TensorifyState
-from fsdp_compiled.torch_private.functorch import aot_module_simplified, config, descriptors
 from fsdp_compiled.torch_private.inductor import config as inductor_config
-from fsdp_compiled.torch_private.names import there, uses
+from fsdp_compiled.torch_private.names import find, there, uses
 
 aten = torch.ops.aten
+aot_module_simplified = find("torch._functorch.aot_autograd.aot_module_simplified")
+config: Any = find("torch._functorch.config")
+# What AOTAutograd says of each input and output of a joint graph.
+descriptors: Any = find("torch._functorch._aot_autograd.descriptors")
 
 
 class CaptureError(ValueError):

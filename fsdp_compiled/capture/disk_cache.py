@@ -26,9 +26,8 @@ from torch import backends
 
 from fsdp_compiled.capture.cache_folder import make_writable
 from fsdp_compiled.capture.global_modes import now
-from fsdp_compiled.torch_private import functorch
 from fsdp_compiled.torch_private.inductor import cache_dir, config
-from fsdp_compiled.torch_private.names import there
+from fsdp_compiled.torch_private.names import find, there
 
 T = TypeVar("T")
 log = logging.getLogger("fsdp_compiled")
@@ -130,7 +129,7 @@ def _modes() -> dict[str, Any]:
         "modes": now(),
         "autocast cache": torch.is_autocast_cache_enabled(),
         "grad": (torch.is_grad_enabled(), torch.is_inference_mode_enabled()),
-        "functorch": functorch.config.get_hash(),
+        "functorch": find("torch._functorch.config").get_hash(),
         "einsum": (einsum.is_available(), einsum.enabled, einsum.strategy),  # type: ignore[attr-defined]
         "quantized": backends.quantized.engine,
     }

@@ -55,12 +55,6 @@ KERNELS = (
         (("beta1", 0.9), ("beta2", 0.999), ("eps", 1e-8), ("weight_decay", 0.1), ("decoupled", True),
          ("maximize", False)),
     ),
-    Like(
-        "sgd_",
-        (*_SHARDS, ("buffers", (F32,))),
-        (("lr", F64),),
-        (("momentum", 0.9), ("dampening", 0.0), ("weight_decay", 0.1), ("nesterov", False), ("maximize", False)),
-    ),
     Like("pack", (), (("values", F32), ("seed", torch.int64)), (("form", "int8"),)),
     Like("unpack", (), (("packed", torch.uint8),), (("dtype", F32), ("form", "int8"))),
     Like("combine", (), (("packed", torch.uint8),), (("dtype", F32), ("form", "int8"), ("mean", True))),

@@ -156,7 +156,7 @@ class Policy:
         counts, ``weigh`` says. Sizes 0 and 1 have programs of their own. False: each size has its own.
     kernels
         Whether the package's own operators take the place of ATen's where they have one: a unit's gradients are
-        flattened, cast and scaled in one pass over memory, and AdamW, Adam and SGD update all shards of a parameter
+        flattened, cast and scaled in one pass over memory, and AdamW and Adam update all shards of a parameter
         group in one, clipping included; under ``lower="inductor"`` a matrix product writes a weight's gradient to its
         place by itself, where nothing is cast or scaled on the way. On a GPU each is one Triton kernel; on a CPU plain
         PyTorch, for tests. The update's arithmetic is that of ``torch.optim``'s fused optimizers, not bit for bit that

@@ -209,6 +209,14 @@ def find(name: str) -> Any:
     return _found[name]
 
 
+def find_in(own: str, *owners: str) -> Any:
+    """What the table has under this last part of a name, in these packages: a module's ``__getattr__``."""
+    for name in NAMES:
+        if name.endswith(f".{own}") and name.startswith(owners) and "|" not in name:
+            return find(name)
+    raise AttributeError(f"no {own} of {' or '.join(owners)} is in the table")
+
+
 def has(name: str) -> bool:
     return not isinstance(find(name), _Missing)
 

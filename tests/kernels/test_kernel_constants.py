@@ -12,7 +12,7 @@ pytest.importorskip("triton")
 from fsdp_compiled.kernels import flatten, update
 from fsdp_compiled.kernels.launch import Launch, constants, group_constants
 from fsdp_compiled.kernels.layout import Group
-from fsdp_compiled.kernels.options import SGD, Adam
+from fsdp_compiled.kernels.options import Adam
 
 ADAM = Adam(0.9, 0.999, 1e-8, 0.1, decoupled=True, maximize=False)
 
@@ -24,7 +24,6 @@ def launches() -> list[Launch]:
     return [
         *flatten.launches(torch.zeros(4096), gradients, [0, 3072], None, None),
         *update.adam_launches(shards, shards, shards, shards, [], [], *scalars, options=ADAM),
-        *update.sgd_launches(shards, shards, [], [], scalars[0], options=SGD(0.0, 0.0, 0.1, False, False)),
     ]
 
 
@@ -55,7 +54,7 @@ def test_what_is_worked_out_is_a_part_of_the_key(
 
 
 def test_every_property_that_a_kernel_may_ask_for_is_there() -> None:
-    for kind in (Group, Adam, SGD):
+    for kind in (Group, Adam):
         properties = {name for name, value in vars(kind).items() if isinstance(value, property)}
         assert properties == set(getattr(kind, "DERIVED", ()))
     assert dict(constants(ADAM))["fresh1"] == 1 - 0.9

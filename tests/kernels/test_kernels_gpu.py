@@ -12,11 +12,9 @@ from hypothesis import given, settings
 pytest.importorskip("triton")
 
 from fsdp_compiled.kernels.operators import operators
-from fsdp_compiled.kernels.options import SGD, Adam
 from tests.kernel_cases import (
     ADAM,
     LAYOUTS,
-    MOMENTUM,
     Gradient,
     accumulates,
     compare_accumulate,
@@ -61,18 +59,12 @@ def test_accumulate(**case: Any) -> None:
 def test_adam(dtype: torch.dtype, step: int) -> None:
     for case in ({}, {"largest": True}, {"scheduled": 0.85}, {"copy": torch.bfloat16}, {"skipped": 1.0}):
         given: dict[str, Any] = {"copy": None} | case
-        compare_update(Adam, ADAM, [1, 0, 1037, 100_000], dtype, factor=0.5, device="cuda", step=step, **given)
+        compare_update(ADAM, [1, 0, 1037, 100_000], dtype, factor=0.5, device="cuda", step=step, **given)
 
 
 def test_adam_with_copies_over_32_shards() -> None:
     lengths = [100_000 + 1037 * index for index in range(32)]
-    compare_update(Adam, ADAM, lengths, torch.float32, torch.bfloat16, 0.5, "cuda", skipped=0.0, odd=7)
-
-
-@pytest.mark.parametrize("buffers", [True, False])
-def test_sgd(buffers: bool) -> None:
-    numbers, lengths = MOMENTUM | {"nesterov": True}, [1, 0, 1037, 100_000]
-    compare_update(SGD, numbers, lengths, torch.float32, torch.bfloat16, 0.5, "cuda", buffers=buffers)
+    compare_update(ADAM, lengths, torch.float32, torch.bfloat16, 0.5, "cuda", skipped=0.0, odd=7)
 
 
 def test_the_norm_is_the_same_in_every_run() -> None:

@@ -25,7 +25,7 @@ from tests.recipes import built, program_of, trained
 from tests.simulate import Rewrite, Simulation
 
 aten = torch.ops.aten
-FLATTEN, ADAM, SGD = operators.flatten.default, operators.adam_.default, operators.sgd_.default
+FLATTEN, ADAM = operators.flatten.default, operators.adam_.default
 ACCUMULATE, MEASURE = operators.accumulate_.default, operators.measure.default
 CLOSE = 1e-6  # relative, by tensor norm: the update's scalars are rounded in another order
 WRONG = 1e-4
@@ -50,9 +50,9 @@ def count(program: Program, target: Any) -> int:
 
 
 def acted(simulation: Simulation, recipe: Recipe) -> None:
-    """Each buffer with a gradient and an optimizer is flattened by one call, and each group is updated by one.
+    """Each buffer with a gradient and an optimizer is flattened by one call; of AdamW, each group is updated by one.
 
-    All gradients are measured in one, and nothing else reads them, but for a bound on each element.
+    All gradients are measured in one, and nothing else reads those, but for a bound on each element.
     """
     program, plan = simulation.program, simulation.plan
     updated = [buffer for buffer in plan.buffers if buffer.updated]
@@ -64,14 +64,14 @@ def acted(simulation: Simulation, recipe: Recipe) -> None:
         and len(node.meta["idle"]) < len(plan.buffer(port.name).slots)
     ]
     assert count(program, FLATTEN) == len(reached)
-    target = ADAM if recipe.optimizer == "adamw" else SGD
-    assert count(program, target) == len({buffer.group for buffer in updated})
-    calls = [node for node in program.graph.nodes if node.target is target]
+    adam = recipe.optimizer == "adamw"
+    assert count(program, ADAM) == adam * len({buffer.group for buffer in updated})
+    calls = [node for node in program.graph.nodes if node.target is ADAM]
     assert all((node.kwargs.get("skipped") is not None) == (plan.policy.scaling is not None) for node in calls)
     assert count(program, MEASURE) + count(program, ACCUMULATE) == bool(reached)
     if plan.policy.clip_value is None:
         gradients = {gradient for node in calls for gradient in node.args[1] if is_reduced(gradient)}
-        assert all({user.target for user in gradient.users} <= {target, MEASURE, ACCUMULATE} for gradient in gradients)
+        assert all({user.target for user in gradient.users} <= {ADAM, MEASURE, ACCUMULATE} for gradient in gradients)
 
 
 def is_reduced(gradient: fx.Node) -> bool:
@@ -93,7 +93,7 @@ def test_generated_models_train_the_same(recipe: Recipe) -> None:
         run(recipe, kernels, steps=1 if recipe.optimizer == "adamw" else 3) for kernels in (False, True)
     )
     acted(with_them, recipe)
-    assert not any(count(without.program, target) for target in (FLATTEN, MEASURE, ADAM, SGD))
+    assert not any(count(without.program, target) for target in (FLATTEN, MEASURE, ADAM))
     collectives = [
         [str(node.target) for node in simulation.program.graph.nodes if is_collective(node)]
         for simulation in (without, with_them)
@@ -202,7 +202,7 @@ def test_shards_of_a_microbatch_join_their_sums_in_one_call() -> None:
     assert (count(last, aten.zero_.default), count(last, aten._foreach_zero_.default)) == (0, 2)  # float32, float64
     (call,) = [node for node in last.graph.nodes if node.target is ACCUMULATE]
     assert len(call.args[0]) == buffers and call.args[2] is not None  # divided by three in the norm and the update
-    assert {user.target for gradient in call.args[0] for user in gradient.users} <= {ACCUMULATE, ADAM, SGD}
+    assert {user.target for gradient in call.args[0] for user in gradient.users} <= {ACCUMULATE, aten.div.Tensor}
 
 
 def test_gradients_are_flattened_bit_for_bit() -> None:
@@ -276,8 +276,7 @@ class _Mine(torch.optim.AdamW):
     [
         (torch.optim.AdamW, {"amsgrad": True}, ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")),
         (torch.optim.Adam, {}, ("exp_avg", "exp_avg_sq", None)),
-        (torch.optim.SGD, {"lr": 0.1}, (None,)),
-        (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "dampening": 0.1}, ("momentum_buffer",)),
+        (torch.optim.SGD, {"lr": 0.1}, None),
         (_Mine, {}, None),
         (torch.optim.RMSprop, {}, None),
     ],
@@ -302,15 +301,13 @@ def test_an_optimizer_without_formula_is_traced_and_clipped() -> None:
     torch.testing.assert_close(*weights, rtol=1e-6, atol=0)  # the norm's sum is in another order
 
 
-@pytest.mark.parametrize("kind", ["adamw", "sgd"])
-def test_scheduled_momentum_reaches_the_operator(kind: str) -> None:
+def test_scheduled_momentum_reaches_the_operator() -> None:
     torch.manual_seed(0)
     batch, weights = torch.randn(4, 6), []
     for kernels in (False, True):
         torch.manual_seed(1)
         model = torch.nn.Linear(6, 3)
-        made = {"adamw": torch.optim.AdamW, "sgd": torch.optim.SGD}[kind]
-        optimizer = made(model.parameters(), lr=0.01, **({"momentum": 0.9} if kind == "sgd" else {"eps": 1e-3}))
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, eps=1e-3)
         schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=20)
         policy = Policy(lower="eager", kernels=kernels)
         sharded = compile_sharded(model, optimizer, loss=lambda model, x: model(x).square().mean(), policy=policy)
@@ -318,7 +315,7 @@ def test_scheduled_momentum_reaches_the_operator(kind: str) -> None:
             sharded.step(batch)
             schedule.step()
         weights.append(sharded.full_state_dict()["weight"])
-        assert count(sharded.program, ADAM if kind == "adamw" else SGD) == kernels
+        assert count(sharded.program, ADAM) == kernels
     torch.testing.assert_close(*weights, rtol=1e-6, atol=1e-7)
 
 

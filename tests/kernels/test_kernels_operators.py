@@ -19,7 +19,6 @@ from fsdp_compiled.kernels.operators import operators
 from fsdp_compiled.lower.lowering import lower
 
 ADAM = {"beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 0.1, "decoupled": True, "maximize": False}
-MOMENTUM = {"momentum": 0.9, "dampening": 0.0, "weight_decay": 0.1, "nesterov": False, "maximize": False}
 
 
 def _lists(count: int, dtype: torch.dtype = torch.float32) -> list[list[torch.Tensor]]:
@@ -55,12 +54,6 @@ def calls() -> dict[str, tuple[Any, tuple[Any, ...], dict[str, Any]]]:
             operators.adam_.default,
             (*_lists(4), [], [], _rate(), torch.tensor(2.0), None, None, torch.tensor(1.0)),
             ADAM,
-        ),
-        "sgd": (operators.sgd_.default, (*_lists(3), [], _rate()), MOMENTUM),
-        "sgd without momentum": (
-            operators.sgd_.default,
-            (*_lists(2), [], [], _rate(), None, torch.tensor(0.5)),
-            MOMENTUM,
         ),
     }
 
@@ -151,9 +144,6 @@ def _program(step: Any, tensors: list[torch.Tensor]) -> Program:
         (torch.optim.AdamW, {"weight_decay": 0.1}),
         (torch.optim.AdamW, {"amsgrad": True, "maximize": True}),
         (torch.optim.Adam, {"weight_decay": 0.1, "betas": (0.8, 0.95)}),
-        (torch.optim.SGD, {}),
-        (torch.optim.SGD, {"momentum": 0.9, "nesterov": True, "weight_decay": 0.1}),
-        (torch.optim.SGD, {"momentum": 0.9, "dampening": 0.3, "maximize": True}),
     ],
 )
 def test_they_are_torch_optims_formulas(kind: type[Any], options: dict[str, Any], dtype: torch.dtype) -> None:
@@ -162,24 +152,17 @@ def test_they_are_torch_optims_formulas(kind: type[Any], options: dict[str, Any]
     optimizer = kind([parameter], lr=0.03, **options, fused=True)
     mine = [parameter.detach().clone()]
     state = [[torch.zeros_like(mine[0])] for _ in range(3)]
-    undamped = torch.ones((), dtype=torch.float64)
     rate = torch.tensor(0.03, dtype=torch.float64)
     (group,) = optimizer.param_groups
     for step in range(1, 11):
         parameter.grad = torch.randn_like(parameter)
         gradient = [parameter.grad.clone()]
         optimizer.step()
-        if kind is torch.optim.SGD:
-            numbers = {name: group[name] for name in MOMENTUM}
-            buffers = state[0] if group["momentum"] else []
-            operators.sgd_(mine, gradient, buffers, [], rate, undamped=undamped, **numbers)
-            undamped.zero_()
-        else:
-            numbers = {name: group[name] for name in ("eps", "weight_decay", "maximize")}
-            numbers |= dict(zip(("beta1", "beta2"), group["betas"], strict=True))
-            numbers["decoupled"] = kind is torch.optim.AdamW
-            largest = state[2] if group["amsgrad"] else []
-            operators.adam_(mine, gradient, state[0], state[1], largest, [], rate, torch.tensor(float(step)), **numbers)
+        numbers = {name: group[name] for name in ("eps", "weight_decay", "maximize")}
+        numbers |= dict(zip(("beta1", "beta2"), group["betas"], strict=True))
+        numbers["decoupled"] = kind is torch.optim.AdamW
+        largest = state[2] if group["amsgrad"] else []
+        operators.adam_(mine, gradient, state[0], state[1], largest, [], rate, torch.tensor(float(step)), **numbers)
     # a whole step is 0.03, near-zero second moments turn the last bit of a gradient into part of one
     torch.testing.assert_close(mine[0], parameter.detach(), rtol=1e-6, atol=1e-6)
     assert not torch.allclose(mine[0] * (1 + 1e-5), parameter.detach(), rtol=1e-6, atol=1e-6)
@@ -196,7 +179,10 @@ def test_they_are_torch_optims_formulas(kind: type[Any], options: dict[str, Any]
         (lambda r: operators.flatten_(r(9), [r(3)], [0], [5]), "1 bounds of what is kept"),
         (lambda r: operators.accumulate_([r(3)], [r(4)]), r"list 1 .*\[4\] elements; expected \[3\]"),
         (lambda r: operators.accumulate_([r(3)], [r(6)[::2]]), "tensor 0 of list 1 is not contiguous"),
-        (lambda r: operators.sgd_([r(3)], [r(3)], [r(3), r(3)], [], r(()), **MOMENTUM), "list 2 holds"),
+        (
+            lambda r: operators.adam_([r(3)], [r(3)], [r(3), r(3)], [r(3)], [], [], r(()), r(()), **ADAM),
+            "list 2 holds",
+        ),
     ],
 )
 def test_what_cannot_be_walked_is_refused(call: Any, message: str) -> None:

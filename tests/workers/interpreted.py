@@ -22,14 +22,12 @@ from fsdp_compiled.kernels.flatten import strided_offsets, tile_corner
 from fsdp_compiled.kernels.launch import constants, located
 from fsdp_compiled.kernels.layout import MOST, TILE, Group, ceil_div, contiguous
 from fsdp_compiled.kernels.operators import RUNS
-from fsdp_compiled.kernels.options import SGD, Adam
 from fsdp_compiled.kernels.trial import failure
 from tests.chosen import TORCH
 from tests.kernel_cases import (
     ADAM,
     LAYOUTS,
     LIKES,
-    MOMENTUM,
     Gradient,
     accumulates,
     compare_accumulate,
@@ -80,16 +78,14 @@ def test_flatten_of_more_than_a_launch_holds() -> None:
 def test_lists_of_more_than_a_launch_holds() -> None:
     lengths = [1 + 37 * index % 5000 for index in range(MOST + 3)]
     compare_accumulate(lengths, (torch.float32, torch.bfloat16), 0.5, False, 1, "cpu")
-    compare_update(Adam, ADAM, lengths, torch.float32, None, 0.5, "cpu", rounds=False)
+    compare_update(ADAM, lengths, torch.float32, None, 0.5, "cpu", rounds=False)
 
 
-@pytest.mark.parametrize("kind", [Adam, SGD])
-def test_an_update_with_copies_over_32_shards(kind: type[Any]) -> None:
+def test_an_update_with_copies_over_32_shards() -> None:
     """The default form at scale: several launches, some rows at addresses that are not aligned."""
     lengths = [1 + 211 * index % 3000 for index in range(32)]
-    numbers = ADAM if kind is Adam else MOMENTUM
     for skipped in (None, 0.0, 2.0):
-        compare_update(kind, numbers, lengths, torch.float32, torch.float16, 0.5, "cpu", skipped=skipped, odd=5)
+        compare_update(ADAM, lengths, torch.float32, torch.float16, 0.5, "cpu", skipped=skipped, odd=5)
 
 
 def test_a_gradient_read_in_the_wrong_order_is_noticed() -> None:
@@ -126,42 +122,21 @@ def test_accumulate(**case: Any) -> None:
 def test_adam(lengths: list[int], decoupled: bool, maximize: bool, **case: Any) -> None:
     assume((case["dtype"], case["copy"]) != (torch.float64, torch.bfloat16))  # the interpreter cannot convert that
     numbers = ADAM | {"decoupled": decoupled, "maximize": maximize}
-    compare_update(Adam, numbers, lengths, device="cpu", rounds=False, **case)
-
-
-@settings(max_examples=20, deadline=None, derandomize=True)
-@given(
-    lengths=sizes,
-    dtype=st.sampled_from((torch.float32, torch.float64)),
-    copy=st.sampled_from((None, torch.float16)),
-    factor=st.sampled_from((None, 0.5)),
-    buffers=st.booleans(),
-    scheduled=st.sampled_from((None, 0.85)),
-    skipped=st.sampled_from((None, 0.0, 2.0)),
-    undamped=st.sampled_from((None, 0.0, 1.0)),
-    dampening=st.sampled_from((0.0, 0.4)),
-    nesterov=st.booleans(),
-    maximize=st.booleans(),
-)
-def test_sgd(lengths: list[int], dampening: float, nesterov: bool, maximize: bool, **case: Any) -> None:
-    numbers = MOMENTUM | {"dampening": dampening, "nesterov": nesterov, "maximize": maximize}
-    compare_update(SGD, numbers, lengths, device="cpu", rounds=False, **case)
+    compare_update(numbers, lengths, device="cpu", rounds=False, **case)
 
 
 @pytest.mark.parametrize("change", [{"weight_decay": 0.101}, {"beta1": 0.901}, {"beta2": 0.9985}, {"eps": 1e-3}])
 def test_an_update_with_another_number_is_another(change: dict[str, float]) -> None:
-    """The control of the two above: it shows at a tolerance no finer than theirs."""
-    mine = compare_update(Adam, ADAM, [100], torch.float32, None, None, "cpu")
-    other = compare_update(Adam, ADAM | change, [100], torch.float32, None, None, "cpu")
+    """The control of the one above: it shows at a tolerance no finer than its."""
+    mine = compare_update(ADAM, [100], torch.float32, None, None, "cpu")
+    other = compare_update(ADAM | change, [100], torch.float32, None, None, "cpu")
     assert not torch.allclose(mine[0], other[0], rtol=2e-6, atol=1e-7)
 
 
-@pytest.mark.parametrize("kind", [Adam, SGD])
-def test_a_skipped_update_writes_nothing(kind: type[Any]) -> None:
-    numbers = ADAM if kind is Adam else MOMENTUM
+def test_a_skipped_update_writes_nothing() -> None:
     start = torch.randn(100, generator=torch.Generator().manual_seed(0))
     for skipped, same in ((1.0, True), (0.0, False), (None, False)):
-        (mine,) = compare_update(kind, numbers, [100], torch.float32, None, None, "cpu", skipped=skipped)
+        (mine,) = compare_update(ADAM, [100], torch.float32, None, None, "cpu", skipped=skipped)
         assert torch.equal(mine, start) == same
 
 

@@ -8,7 +8,7 @@
     ...                                                   factor)
     shard.addcdiv_(exp_avg, ...)
 
-Only some optimizers have such an operator (`fsdp_compiled.optim.rule`); others stay as they were traced. All factors on
+Only Adam and AdamW have such an operator (`fsdp_compiled.optim.rule`); others stay as they were traced. All factors on
 the gradients since their reduction (microbatches, loss scale, rows, clipping) become one number. Where a step that
 overflowed was to be put back, ``where(overflow, before, after)``, the operator gets the flag, and then writes nothing.
 For shards that also have a copy in the compute dtype, the same call writes the copy. Parameters that the loss does not
@@ -26,6 +26,7 @@ from torch import fx
 from fsdp_compiled.ir.edit import Edit
 from fsdp_compiled.ir.nodes import Mark, last, positions, purpose_of
 from fsdp_compiled.ir.program import OVERFLOW, Port, Program
+from fsdp_compiled.kernels.operators import operators
 from fsdp_compiled.lower.gradient_factors import Factor, behind, product, unscaled
 from fsdp_compiled.optim.rule import Rule
 from fsdp_compiled.plan.plan import Buffer, Plan
@@ -135,15 +136,11 @@ def _call(
     assert formula is not None
     mark = Mark("update", f"optimizer {rule.key}")
 
-    def state(name: str | None) -> fx.Node | None:
-        return inputs[Port("in", "state", rule.key, name)] if name else None
-
     def rate(name: str | None) -> fx.Node | None:
         return inputs[Port("in", "hyper", str(rule.group), name)] if name else None
 
-    own = state(formula.scalar)
-    if formula.scalar == "step":
-        edit.call(aten.add_.Tensor, own, 1, mark=mark)
+    step = inputs[Port("in", "state", rule.key, "step")]
+    edit.call(aten.add_.Tensor, step, 1, mark=mark)
     for copied in (False, True):
         alike = [member for member in members if (member[0].copy is not None) == copied]
         if alike:
@@ -152,18 +149,16 @@ def _call(
                 for name in formula.lists
             ]
             edit.call(
-                formula.operator,
+                operators.adam_.default,
                 [inputs[Port("in", "shard", member.buffer.key)] for member, _ in alike],
                 [gradient for _, gradient in alike],
                 *lists,
                 [member.copy for member, _ in alike] if copied else [],
                 rate("lr"),
-                own,
+                step,
                 factor,
                 rate(formula.scheduled),
                 mark=mark,
                 **dict(formula.numbers),
                 **({"skipped": skipped.args[0]} if skipped is not None else {}),
             )
-    if formula.scalar == "undamped":  # the first step is over
-        edit.call(aten.zero_.default, own, mark=mark)
