@@ -30,6 +30,7 @@ from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
+from fsdp_compiled.capture.model_tensors import opened
 from fsdp_compiled.capture.tensor_parallel import joined, loss_parallel
 from fsdp_compiled.distributed.mesh import Mesh, RankError, exchange, said_by
 from fsdp_compiled.kernels.operators import operators
@@ -54,7 +55,7 @@ class EagerRun(TorchFunctionMode):
     Ranks may read units in different orders, or skip some. Before each gather every rank says which unit it wants. All
     ranks take part in all of these gathers, until none wants one (`end`). So no rank hangs if the model takes different
     paths on two ranks. ``place_of``: a parameter's place, None for other tensors; ``shards``: this rank's, by key.
-    ``apart``: parameters that lie in no buffer, gathered already, by name; their places have the key "".
+    ``apart``: parameters that lie in no buffer, gathered already, by name; the key of their places is "".
     """
 
     def __init__(
@@ -66,7 +67,7 @@ class EagerRun(TorchFunctionMode):
         apart: Mapping[str, torch.Tensor] | None = None,
     ) -> None:
         super().__init__()
-        self._apart = apart or {}
+        self.apart = apart or {}
         self._plan, self._mesh, self._shards, self._place_of = plan, mesh, shards, place_of
         self._buffers = {buffer.key: buffer for buffer in plan.buffers}
         self._slots = {buffer.key: {slot.name: (place, slot) for place, slot in enumerate(buffer.slots)}
@@ -88,7 +89,7 @@ class EagerRun(TorchFunctionMode):
         place = self._place_of(tensor)
         if place is None:
             return tensor
-        return self._parameter(*place) if place[0] else self._apart[place[1]]
+        return self._parameter(*place) if place[0] else self.apart[place[1]]
 
     def _parameter(self, key: str, name: str) -> torch.Tensor:
         """The whole parameter as the model's code reads it. Its gradient goes to `take`."""
@@ -189,7 +190,7 @@ class EagerRun(TorchFunctionMode):
     def backward(self, results: Sequence[torch.Tensor], tangents: Sequence[torch.Tensor]) -> None:
         """Fills ``gradients``. It runs on the calling thread, since another thread would not gather."""
         with self, self._whole_parts(), torch.autograd.set_multithreading_enabled(False):
-            leaves = {name: one for name, one in self._apart.items() if one.requires_grad}
+            leaves = {name: one for name, one in self.apart.items() if one.requires_grad}
             run_backward(results, tangents, [self._token, *leaves.values()])
         for name, leaf in leaves.items():
             if leaf.grad is not None:
@@ -328,7 +329,8 @@ def _put_back(
     boxes = list({id(one): one for one in [*tables, *held] if type(one) in CONTAINERS}.values())
     copies = [one.copy() for one in boxes]
     inside = [one for box in boxes for one in (box.values() if isinstance(box, dict) else box)]
-    tensors = {id(one): one for one in [*held, *inside, *others] if isinstance(one, torch.Tensor) and apart(one)}
+    own = [one for one in [*held, *inside, *others] if isinstance(one, torch.Tensor) and apart(one)]
+    tensors = {id(inner): inner for one in own for _, inner in opened("", one)}
     kept = [(one, one.detach().clone()) for one in tensors.values() if not one.is_inference()]
     states = random.getstate(), sys.modules["numpy"].random.get_state() if "numpy" in sys.modules else None
     try:

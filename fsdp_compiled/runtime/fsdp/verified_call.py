@@ -11,7 +11,8 @@ error on every rank, before forward returns or any gradient is left in ``grad``.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -49,7 +50,6 @@ class VerifiedCalls:
             for buffer in made.plan.buffers
             for slot, entry in zip(buffer.slots, made.rows[buffer.key].entries, strict=True)
         }
-        self._places |= {id(one.entry.parameter): ("", name) for name, one in made.apart}
 
     def due(self, compiled: Compiled) -> bool:
         """Whether to verify this call of the program. Counts the call. The same on every rank."""
@@ -64,7 +64,8 @@ class VerifiedCalls:
         changed = self.programs.changed(compiled, self.module)
         made, generator = self.made, default_generator(self.made.plan.device)
         apart = {name: one.gathered() for name, one in made.apart}  # as for the program, by what their class says
-        run = EagerRun(made.plan, made.mesh, made.lent.shards, lambda one: self._places.get(id(one)), apart)
+        places = self._places | {id(one): ("", name) for name, one in apart.items()}
+        run = EagerRun(made.plan, made.mesh, made.lent.shards, lambda one: places.get(id(one)), apart)
         drawn, result, failure = generator.get_state(), None, None
         closed = compiled.capture.guards.closed.tensors.values()
         inputs = [one for one in pytree.tree_leaves((args, named)) if isinstance(one, torch.Tensor)]
@@ -75,6 +76,7 @@ class VerifiedCalls:
                 traced(),
                 request.modes.entered(),
                 torch.enable_grad(),
+                self.registered(apart),
                 run.reading(self.module, self.function, others),
             ):
                 result = self.function(self.module, *args, **named)
@@ -89,6 +91,20 @@ class VerifiedCalls:
             "Nothing was changed.",
         )
         return Verified(self, compiled, run, result, changed, drawn, time.perf_counter() - begun)
+
+    @contextmanager
+    def registered(self, gathered: Mapping[str, torch.Tensor]) -> Iterator[None]:
+        """Inside, modules hold these in the place of their sharded parameters, whose class the model may ask for."""
+        held = [(module._parameters, key, gathered[name])
+                for name, one in self.made.apart for module, key in one.entry.holders]  # fmt: skip
+        before = [table[key] for table, key, _ in held]
+        try:
+            for table, key, tensor in held:
+                table[key] = tensor  # type: ignore[assignment]
+            yield
+        finally:
+            for (table, key, _), parameter in zip(held, before, strict=True):
+                table[key] = parameter
 
 
 class Verified:
@@ -141,7 +157,8 @@ class Verified:
         try:
             if given:
                 # A checkpointed part of the model runs again.
-                with traced(), self._run.put_back(owner.module, owner.function):
+                put_back = self._run.put_back(owner.module, owner.function)
+                with traced(), owner.registered(self._run.apart), put_back:
                     self._run.backward([one for one, _ in given], [tangent for _, tangent in given])
         except Exception as error:
             failure = error
