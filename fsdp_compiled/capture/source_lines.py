@@ -114,12 +114,13 @@ CURES = (
     (
         "data-dependent expression",
         "keep as a tensor what is computed from a tensor; .item() and float() make it a number that a program cannot "
-        "hold (BatchNorm with momentum=None does so: give it a momentum).",
+        "hold. BatchNorm with momentum=None does so: give it a momentum. update_bn sets it so: call it inside of "
+        "`with model.gathered():`, or with the model of compile_sharded, sharded.model.",
     ),
     (
         "dynamic shape operator",
-        "the shape of its result is in the data: give sizes as Python numbers, or pad. Compute ctc_loss outside of the "
-        "program, which the loop of fully_shard does.",
+        "the shape of its result is in the data: give sizes as Python numbers, or pad. ctc_loss is such: return from "
+        "forward what it needs, and compute it in the loop, under fully_shard.",
     ),
     (
         "returning intermediate with requires_grad_",

@@ -33,7 +33,7 @@ from fsdp_compiled.distributed.call_store import (
 )
 from fsdp_compiled.distributed.lost_rank import is_lost, nth, parting_of, why
 from fsdp_compiled.distributed.meeting import Broken, Meeting, Verdict
-from fsdp_compiled.distributed.mesh import Mesh, RankError, from_first
+from fsdp_compiled.distributed.mesh import ENDED, Mesh, RankError, from_first
 from fsdp_compiled.distributed.process_group import backends, close, timeout
 from fsdp_compiled.distributed.watchdog import Watchdog
 from fsdp_compiled.ir.program import SILENT
@@ -55,6 +55,7 @@ class Calls:
         self._last: deque[str] = deque(maxlen=12)  # the wires of the last calls that communicated
         self._next: dict[tuple[str, ...], str] = {}  # by such a row, and by its end alone: the wire that came next
         self._waits = mesh.device.type == "cpu"  # whether a call returns only when its collectives are done
+        self._group = weakref.ref(dist.group.WORLD) if mesh.world > 1 else None
         self.board: Board | None = None
         self.watchdog: Watchdog | None = None
         self._met: Meeting | None = None  # this rank's last one
@@ -73,9 +74,11 @@ class Calls:
         return self._made[0]
 
     def check_open(self) -> None:
-        """Raises `RankError` where an earlier call left nothing to go on with."""
+        """Raises `RankError` where an earlier call, or the end of the process group, left nothing to go on with."""
         if self.closed is not None:
             raise RankError(f"An earlier call failed for good:\n{self.closed}")
+        if self._group is not None and (dist.group.WORLD is None or self._group() is not dist.group.WORLD):
+            raise RankError(ENDED)
 
     def reopen(self) -> None:
         """Lets calls be made again, if only this process's state was in doubt, and no longer is."""
@@ -236,14 +239,21 @@ class Calls:
         return str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
 
     @contextmanager
-    def refusing(self) -> Iterator[None]:
-        """Makes a refusal on this rank an error on every rank: the others may be on their way into a collective."""
+    def refusing(self, own: bool = False) -> Iterator[None]:
+        """Makes a refusal on this rank an error on every rank: the others may be on their way into a collective.
+        ``own``: it may be an exception of the user's, which comes out of this rank even if the others do not raise it.
+        """
         try:
             yield
         except RankError:
             raise
         except Exception as error:
-            self.refuse(self.refusal(error))
+            try:
+                self.refuse(self.refusal(error))
+            except RankError as heard:
+                if not own:
+                    raise
+                error.add_note(str(heard))
             raise
 
     @contextmanager

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 import torch
@@ -26,6 +26,10 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 NOTHING = -(2**63)  # smaller than any part of a digest
+ENDED = (
+    "There is no process group any more: the one that the model was sharded in was ended (dist.destroy_process_group). "
+    "Make this call before; or start a process group, and build and shard the model again."
+)
 
 
 class RankError(RuntimeError):
@@ -47,7 +51,7 @@ class Mesh:
 
     Ranks along ``tp`` see the same batch and hold parts of the same parameters. ``tp_mesh`` is that axis of the
     ``DeviceMesh``; parameters that were cut are DTensors on it. None: the mesh has no such axis. ``given``: the
-    ``DeviceMesh`` that this was made of, if any.
+    ``DeviceMesh`` that this was made of, if any. ``everyone``: the process group of all these ranks; None: the default.
     """
 
     device: torch.device
@@ -61,6 +65,7 @@ class Mesh:
     replicate_rank: int = 0
     tp_mesh: DeviceMesh | None = None
     given: DeviceMesh | None = None
+    everyone: str | None = None
 
     def __post_init__(self) -> None:
         if self.groups and self.device.type == "cpu":
@@ -75,6 +80,15 @@ class Mesh:
     def world(self) -> int:
         """How many ranks there are."""
         return self.shard * self.replicate * self.tp
+
+    @property
+    def site(self) -> Mesh:
+        """The ranks that differ from this one along the shard axis alone; the site of local steps."""
+        return replace(self, replicate=1, replicate_rank=0, everyone=self.groups.get("shard"))
+
+    @property
+    def group(self) -> dist.ProcessGroup | None:
+        return None if self.everyone is None else dist.distributed_c10d._resolve_process_group(self.everyone)
 
 
 def broadcast(tensor: torch.Tensor, mesh: Mesh, parts: bool = False) -> None:
@@ -106,6 +120,8 @@ def gather_shards(shard: torch.Tensor, mesh: Mesh) -> torch.Tensor:
     """``[n]`` on each rank -> ``[shard * n]``, the whole buffer, on every rank."""
     if mesh.shard == 1:
         return shard
+    if dist.group.WORLD is None:
+        raise RankError(ENDED)
     collectives = torch.ops._c10d_functional
     return collectives.wait_tensor(collectives.all_gather_into_tensor(shard, mesh.shard, mesh.groups["shard"]))
 
@@ -115,7 +131,7 @@ def exchange(value: Any, mesh: Mesh) -> list[Any]:
     if mesh.world == 1:
         return [value]
     found: list[Any] = [None] * mesh.world
-    dist.all_gather_object(found, value)
+    dist.all_gather_object(found, value, group=mesh.group)
     return found
 
 
@@ -139,7 +155,7 @@ def from_first(value: Any, mesh: Mesh) -> Any:
 
 def any_rank(flag: bool, mesh: Mesh) -> bool:
     """Whether the flag is set on any rank."""
-    return flag if mesh.world == 1 else bool(largest([int(flag)])[0])
+    return flag if mesh.world == 1 else bool(largest([int(flag)], mesh.group)[0])
 
 
 def said_by(value: Any, mesh: Mesh) -> list[Any]:
@@ -147,11 +163,11 @@ def said_by(value: Any, mesh: Mesh) -> list[Any]:
     return exchange(value, mesh) if any_rank(value is not None, mesh) else [None] * mesh.world
 
 
-def largest(numbers: list[int]) -> list[int]:
+def largest(numbers: list[int], group: dist.ProcessGroup | None = None) -> list[int]:
     """For each number, the largest that any rank has; exchanged between hosts if the process group can do that."""
     on_host = "cpu:" in str(dist.get_backend_config())
     tensor = torch.tensor(numbers, device="cpu" if on_host else torch.accelerator.current_accelerator())
-    dist.all_reduce(tensor, dist.ReduceOp.MAX)
+    dist.all_reduce(tensor, dist.ReduceOp.MAX, group=group)
     return cast("list[int]", tensor.tolist())
 
 

@@ -143,7 +143,6 @@ def _check_local_steps(policy: Policy) -> None:
         loss_scale="a step may be void on one site and not on another. Train in bfloat16",
         offload="the exchange does not work in host memory yet",
         weigh="sites count the same in an exchange, however many rows they had",
-        verify="a step is held against the mean of all ranks, and here is one of a site",
     )  # fmt: skip
 
 

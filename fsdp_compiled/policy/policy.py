@@ -200,10 +200,13 @@ class Policy:
         what it changes is put back. Where the loss, what else is returned, a gradient, their norm, or an element that a
         step updates is off by more than rounding explains, every rank raises, and the step does not count. Three copies
         of this rank's shards and state are held meanwhile; under `fully_shard` what the eager forward keeps for its
-        backward, and the updates are the loop's. Not compared are updates by optimizers that run as they are, gradients
-        that are held back or that ``wire`` rounds, evaluations in which nothing is gathered (each rank may make its
-        own), and what draws random numbers on a GPU, or along tp, where they are others. What it took is said once, in
-        the log. False, the default: never.
+        backward, and the updates are the loop's. Gradients may differ by as much as ``wire`` rounds them, and weights
+        whose class says what travels are gathered once more as it says. Not compared are updates by optimizers that run
+        as they are, gradients that are held back, evaluations in which nothing is gathered (each rank may make its
+        own), and what draws random numbers on a GPU, or along tp, where they are others. Under ``sync_every`` the ranks
+        of a site compare its steps, and all sites the same ones: the first two of the run, the first of each program,
+        every K-th. An exchange is not compared, nor are evaluation and `Sharded.value_and_grad` then, and after a
+        difference no site goes on. What it took is said once, in the log. False, the default: never.
     verify_gradients
         Whether ``verify`` compares gradients and updates, too, for which each rank holds the gradients of the whole
         model in host memory. False: forward and loss alone.
@@ -223,8 +226,8 @@ class Policy:
         were; later, for how far a site came. For each element of a parameter a rank holds where it was, and ``outer``'s
         momentum. `Sharded.save` keeps all of it at any step, and goes on bit for bit on the same mesh.
 
-        Not with ``loss_scale``, ``offload``, ``weigh="rows"`` or ``verify``, and not yet under tensor parallelism or
-        with optimizers of whole matrices.
+        Not with ``loss_scale``, ``offload`` or ``weigh="rows"``, and not yet under tensor parallelism or with
+        optimizers of whole matrices.
     outer
         How an exchange moves the weights: `OuterSGD`. None: with its defaults, DiLoCo's, whose momentum of 0.9 is for
         hundreds of exchanges; with 40 of them 0.6 lost less (bench/README.md). Its ``parts`` and ``overlap`` exchange

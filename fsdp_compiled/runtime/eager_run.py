@@ -30,11 +30,14 @@ from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
+from fsdp_compiled.capture.model_tensors import opened
 from fsdp_compiled.capture.tensor_parallel import joined, loss_parallel
 from fsdp_compiled.distributed.mesh import Mesh, RankError, exchange, said_by
 from fsdp_compiled.kernels.operators import operators
+from fsdp_compiled.plan.make_plan import SCALED
 from fsdp_compiled.plan.plan import Buffer, Plan, Slot
 from fsdp_compiled.plan.rows import whole, widths
+from fsdp_compiled.runtime.eager_bounds import sent_apart
 from fsdp_compiled.runtime.parameters.sharded_parameter import WholeParameter
 from fsdp_compiled.runtime.parameters.sharded_tensor import ShardedTensor
 from fsdp_compiled.runtime.shard_model import read_slot
@@ -52,6 +55,7 @@ class EagerRun(TorchFunctionMode):
     Ranks may read units in different orders, or skip some. Before each gather every rank says which unit it wants. All
     ranks take part in all of these gathers, until none wants one (`end`). So no rank hangs if the model takes different
     paths on two ranks. ``place_of``: a parameter's place, None for other tensors; ``shards``: this rank's, by key.
+    ``apart``: parameters that lie in no buffer, gathered already, by name; the key of their places is "".
     """
 
     def __init__(
@@ -60,8 +64,10 @@ class EagerRun(TorchFunctionMode):
         mesh: Mesh,
         shards: Mapping[str, torch.Tensor],
         place_of: Callable[[torch.Tensor], Place | None],
+        apart: Mapping[str, torch.Tensor] | None = None,
     ) -> None:
         super().__init__()
+        self.apart = apart or {}
         self._plan, self._mesh, self._shards, self._place_of = plan, mesh, shards, place_of
         self._buffers = {buffer.key: buffer for buffer in plan.buffers}
         self._slots = {buffer.key: {slot.name: (place, slot) for place, slot in enumerate(buffer.slots)}
@@ -81,7 +87,9 @@ class EagerRun(TorchFunctionMode):
 
     def _whole(self, tensor: torch.Tensor) -> torch.Tensor:
         place = self._place_of(tensor)
-        return tensor if place is None else self._parameter(*place)
+        if place is None:
+            return tensor
+        return self._parameter(*place) if place[0] else self.apart[place[1]]
 
     def _parameter(self, key: str, name: str) -> torch.Tensor:
         """The whole parameter as the model's code reads it. Its gradient goes to `take`."""
@@ -106,6 +114,22 @@ class EagerRun(TorchFunctionMode):
         ranks = self._mesh.shard
         width = widths(buffer, ranks)[place]
         return whole(flat.view(ranks, -1)[:, slot.offset : slot.offset + width], slot.leaf, ranks)
+
+    def rounded(self) -> dict[str, torch.Tensor]:
+        """By buffer, how far `Policy.wire` may move the gradients that are there now."""
+        if (form := self._plan.policy.wire) is None:
+            return {}
+        found = {}
+        for buffer in self._trained():
+            flat = torch.zeros(buffer.numel)
+            for slot in buffer.slots:
+                if slot.name in self.gradients:
+                    read_slot(flat, slot).copy_(self.gradients[slot.name])
+            found[buffer.key] = sent_apart(flat, form)
+        return found
+
+    def _trained(self) -> Iterator[Buffer]:
+        return (one for one in self._plan.buffers if one.trainable and one.dtype.is_floating_point)
 
     def take(self, name: str, gradient: torch.Tensor) -> None:
         """Adds a gradient to those in host memory. It comes in parts if its parameter was freed in between."""
@@ -142,7 +166,7 @@ class EagerRun(TorchFunctionMode):
         for key in sorted({one for one in exchange(wanted, self._mesh) if one is not None}):
             own = self._sent(self._own(self._buffers[key]).contiguous())
             parts = own.new_empty(len(self._owners) * own.numel())
-            dist.all_gather_into_tensor(parts, own)
+            dist.all_gather_into_tensor(parts, own, group=self._mesh.group)
             rows = parts.view(len(self._owners), -1)
             places = [(place, self._mesh.tp_rank) for place in range(self._mesh.shard)]
             found[key] = torch.cat([rows[self._owners.index(place)] for place in places])
@@ -166,7 +190,11 @@ class EagerRun(TorchFunctionMode):
     def backward(self, results: Sequence[torch.Tensor], tangents: Sequence[torch.Tensor]) -> None:
         """Fills ``gradients``. It runs on the calling thread, since another thread would not gather."""
         with self, self._whole_parts(), torch.autograd.set_multithreading_enabled(False):
-            run_backward(results, tangents, [self._token])
+            leaves = {name: one for name, one in self.apart.items() if one.requires_grad}
+            run_backward(results, tangents, [self._token, *leaves.values()])
+        for name, leaf in leaves.items():
+            if leaf.grad is not None:
+                self.take(name, leaf.grad)
 
     @contextlib.contextmanager
     def _whole_parts(self) -> Iterator[None]:
@@ -200,15 +228,20 @@ class EagerRun(TorchFunctionMode):
             raise RuntimeError(f"Policy.verify: {what}. It said:\n{type(failure).__name__}: {failure}") from failure
         while self._cut and self._round(None):
             pass
-        told = said_by(None if failure is None else f"{type(failure).__name__}: {failure}", self._mesh)
-        for rank, said in enumerate(told):
-            if said is not None:
-                raise RankError(f"Policy.verify: on rank {rank} {what}. It said:\n{said}\n{after}") from failure
+        error = f"{self._mesh.rank} {what}. It said:\n{type(failure).__name__}: {failure}"
+        told = said_by(None if failure is None else error, self._mesh)
+        if (first := next((one for one in told if one is not None), None)) is not None:
+            raise RankError(f"Policy.verify: on rank {first}\n{after}") from failure
 
-    def means(self, weight: float) -> Iterator[tuple[Buffer, dict[str, torch.Tensor]]]:
+    def means(
+        self, weight: float, rounded: Mapping[str, torch.Tensor], others: Sequence[Buffer] = ()
+    ) -> Iterator[tuple[Buffer, dict[str, torch.Tensor], torch.Tensor]]:
         """Yields each buffer with the whole mean gradients, by name, of its parameters that any rank's results depend
-        on. ``weight``: the weight of this rank's gradients in the mean. Collective."""
-        for buffer in (one for one in self._plan.buffers if one.trainable and one.dtype.is_floating_point):
+        on, and with the mean of `rounded`, empty without a wire. Collective.
+
+        ``weight``: the weight of this rank's gradients in the mean; ``others``: buffers outside of the plan.
+        """
+        for buffer in [*self._trained(), *others]:
             dtype = torch.promote_types(buffer.dtype, torch.float32)
             own = [self.gradients.pop(slot.name, None) for slot in buffer.slots]
             reached = torch.tensor([one is not None for one in own], dtype=dtype, device=self._plan.device)
@@ -217,18 +250,20 @@ class EagerRun(TorchFunctionMode):
                 else one.to(self._plan.device, dtype) * weight
                 for slot, one in zip(buffer.slots, own, strict=True)
             ]  # fmt: skip
+            blocks = buffer.numel // SCALED if self._plan.policy.wire else 0
+            moved = rounded.get(buffer.key) if weight else None
+            parts.append(reached.new_zeros(blocks) if moved is None else moved.to(reached) * weight)
             rows = reached.new_zeros(self._mesh.tp, len(own) + sum(part.numel() for part in parts))
             message = rows[self._mesh.tp_rank]
             torch.cat([reached, *(part.reshape(-1) for part in parts)], out=message)
             if self._mesh.world > 1:
-                dist.all_reduce(rows)
-            count = len(own)
-            sizes = [part.numel() for part in parts]
-            sums = message[count:].split(sizes)
-            yield buffer, {
+                dist.all_reduce(rows, group=self._mesh.group)
+            any_, *sums = message.split([len(own), *(part.numel() for part in parts)])
+            means = {
                 slot.name: total.view(slot.leaf.shape)
-                for slot, total, any_ in zip(buffer.slots, sums, message[:count].tolist(), strict=True) if any_
+                for slot, total, reached_ in zip(buffer.slots, sums[:-1], any_.tolist(), strict=True) if reached_
             }  # fmt: skip
+            yield buffer, means, sums[-1]
 
     def _pack(self, tensor: torch.Tensor) -> Any:
         """What autograd keeps: a whole parameter's place; a copy of a tensor that is restored; else the tensor."""
@@ -294,7 +329,8 @@ def _put_back(
     boxes = list({id(one): one for one in [*tables, *held] if type(one) in CONTAINERS}.values())
     copies = [one.copy() for one in boxes]
     inside = [one for box in boxes for one in (box.values() if isinstance(box, dict) else box)]
-    tensors = {id(one): one for one in [*held, *inside, *others] if isinstance(one, torch.Tensor) and apart(one)}
+    own = [one for one in [*held, *inside, *others] if isinstance(one, torch.Tensor) and apart(one)]
+    tensors = {id(inner): inner for one in own for _, inner in opened("", one)}
     kept = [(one, one.detach().clone()) for one in tensors.values() if not one.is_inference()]
     states = random.getstate(), sys.modules["numpy"].random.get_state() if "numpy" in sys.modules else None
     try:

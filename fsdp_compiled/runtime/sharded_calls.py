@@ -211,7 +211,9 @@ class ShardedCalls:
                 self._copies.step_returned()
             found = dict(zip(compiled.outputs, outputs, strict=True))
             if expected is not None:
-                expected.owner.compare(expected, compiled.capture.rebuild(found), found, state)
+                assert verification is not None
+                with self._of_site():
+                    verification.compare(expected, compiled.capture.rebuild(found), found, state)
             if compiled.updates and (self._updates or self._shard_updates):
                 for one in self._shard_updates:
                     values = self._hyperparameters.values
@@ -244,10 +246,20 @@ class ShardedCalls:
         """The results of eager PyTorch. To other ranks it is a separate call, so a rank that does not make it is an
         error."""
         shadows = self._joined is not None and self._joined.shadows is not None
-        with self._calls.together(f"verification of {compiled.label}"):
+        with self._of_site(), self._calls.together(verification.label(compiled)):
             rows = 0 if shadows else request.rows
             rules, values = self._programs.rules, self._hyperparameters.values
             return verification.run(compiled, request, state, rows, rules, values)
+
+    @contextmanager
+    def _of_site(self) -> Iterator[None]:
+        """Tells the other sites, which go on, of an error that only the ranks of this one raise."""
+        try:
+            yield
+        except RankError as error:
+            if self._local is not None and self._calls.closed is None:
+                self._calls.abandon(f"It said:\n{error}")
+            raise
 
     def _bind(self, compiled: Compiled, state: State, request: Request) -> Sequence[Any]:
         """The program's inputs, with the numbers that this call sets."""

@@ -138,7 +138,6 @@ def test_local_steps_are_not_simulated() -> None:
         ({"sync_every": 2, "outer": OuterSGD(overlap=2)}, "an overlap of fewer steps"),
         ({"sync_every": 2, "loss_scale": "dynamic"}, "Policy.loss_scale"),
         ({"sync_every": 2, "weigh": "rows"}, "Policy.weigh"),
-        ({"sync_every": 2, "verify": True}, "Policy.verify"),
         ({"sync_every": 2, "offload": True}, "Policy.offload"),
     ],
 )

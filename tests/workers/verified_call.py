@@ -9,10 +9,12 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch import nn
 
 from fsdp_compiled import Policy, fully_shard
 from fsdp_compiled.capture.guards import Guards
-from tests.stale_models import Layers
+from tests.stale_models import Layers, Scaled, set_scale
+from tests.workers.fully_shard_classes import Weight
 from tests.workers.ranks import RANK, main
 
 
@@ -62,6 +64,49 @@ def held_back() -> Any:
                 optimizer.zero_grad()
         found.append(losses)
     return found[0] == found[1]
+
+
+class OwnClass(nn.Module):
+    """A weight that travels as its signs and a scale, and a derivative that reads a Python value."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.norm = nn.Linear(6, 4), nn.BatchNorm1d(4)
+        self.linear.weight = nn.Parameter(Weight(self.linear.weight.detach()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.norm(Scaled.apply(self.linear(x)))
+
+
+def of_own_class(verify: bool | int) -> Any:
+    torch.manual_seed(0)
+    model = OwnClass()
+    fully_shard(model, policy=Policy(lower="eager", verify=verify))
+    optimizer, losses = torch.optim.SGD(model.parameters(), lr=0.1), []
+    for seed in range(3):
+        x = torch.randn(4, 6, generator=torch.Generator().manual_seed(2 * seed + RANK))
+        loss = (model(x) - x[:, :4]).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(loss.detach()))
+        if seed == 1 and verify == 2:
+            Guards.hold = lambda _: True  # type: ignore[method-assign]
+            set_scale(-1.0 if RANK else 1.0)
+    return losses
+
+
+def own_class() -> Any:
+    return of_own_class(False) == of_own_class(1)
+
+
+def own_class_stale() -> Any:
+    hold = Guards.hold
+    try:
+        return of_own_class(2)
+    finally:
+        Guards.hold = hold  # type: ignore[method-assign]
+        set_scale(1.0)
 
 
 def stale_on_one() -> Any:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -18,6 +19,9 @@ from fsdp_compiled.distributed import device_mesh
 from fsdp_compiled.runtime.eager_run import EagerRun
 from tests.cut_models import batch as tokens
 from tests.cut_models import loss_fn, net
+from tests.stale_models import Backwards, set_scale
+from tests.toys import mse as loss_of
+from tests.toys import net as small
 from tests.workers.ranks import RANK, main, unchanged
 
 LARGEST = [0]  # elements of whole buffers that were alive at once
@@ -81,6 +85,68 @@ def microbatches_as_without() -> Any:
             pair.append(losses)
         found.append(pair[0] == pair[1])
     return found
+
+
+def as_without(mesh: DeviceMesh | None = None, **options: Any) -> bool:
+    """Steps of one microbatch and of two, and what the model has learned."""
+    pair = []
+    generator = torch.Generator().manual_seed(RANK)
+    x, y = torch.randn(4, 4, generator=generator), torch.randn(4, 2, generator=generator)
+    for each in (1, False):
+        model = small()
+        policy = Policy(lower="eager", verify=each, **options)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        sharded = compile_sharded(model, optimizer, loss=loss_of, mesh=mesh, policy=policy)
+        losses = []
+        for _ in range(2):
+            losses += [sharded.step(x, y), sharded.accumulate(x[:3], y[:3]), sharded.step(x[:3], y[:3])]
+        pair.append([*map(float, losses), *(float(one.sum()) for one in sharded.state.parameters.values())])
+    return pair[0] == pair[1]
+
+
+def wired() -> Any:
+    if dist.get_world_size() == 4:
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+        return [as_without(mesh, wire="int8")]
+    return [as_without(wire=form, shard=way, clip=0.5) for form, way in (("int8", "zero3"), ("fp8", "ddp"))]
+
+
+def wrong_under_a_wire() -> Any:
+    """A derivative of the other sign on one rank, of which neither the loss nor the norms of parts tell."""
+    torch.manual_seed(0)
+    model = Backwards()
+    policy = Policy(lower="eager", verify=1, wire="int8")
+    sharded = compile_sharded(model, torch.optim.SGD(model.parameters(), 0.1), loss=loss_of, policy=policy)
+    given = torch.ones(4, 6), torch.ones(4, 2)
+    sharded.step(*given)
+    Guards.hold = lambda _: True  # type: ignore[method-assign]
+    set_scale(-1.0)
+    try:
+        return unchanged(sharded, lambda: sharded.step(*given))
+    finally:
+        set_scale(1.0)
+
+
+def local_steps() -> Any:
+    """Sites of a rank each, or of two; an exchange between them after each second step."""
+    two = dist.get_world_size() == 2
+    mesh = None if two else init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    return as_without(mesh, shard="ddp" if two else "zero3", sync_every=2)
+
+
+def stale_on_a_site() -> Any:
+    """The other one hears of it where sites meet next."""
+    sharded = shard(shard="ddp", sync_every=2, verify=2)
+    for _ in range(3):
+        sharded.step(*batch())
+    Guards.hold = lambda _: True  # type: ignore[method-assign]
+    if RANK:
+        sharded.model.gain = 2.0
+        sharded.step(*batch())  # which is not verified
+        return unchanged(sharded, lambda: sharded.step(*batch()))
+    for _ in range(3):
+        sharded.step(*batch())
+    return None
 
 
 def at_once() -> Any:

@@ -29,7 +29,7 @@ from fsdp_compiled.capture.batch_changes import contents, leave
 from fsdp_compiled.capture.global_modes import check_transforms, outside_modes, untraced
 from fsdp_compiled.capture.model_tensors import named_parameters
 from fsdp_compiled.distributed.call_log import Calls
-from fsdp_compiled.distributed.mesh import Mesh, RankError
+from fsdp_compiled.distributed.mesh import ENDED, Mesh, RankError
 from fsdp_compiled.plan.plan import Plan
 from fsdp_compiled.policy import Policy
 from fsdp_compiled.runtime.autograd_hooks import check_module_hooks
@@ -62,10 +62,7 @@ def shared_calls(mesh: Mesh) -> Calls:
     if world is None:
         for _, calls in _calls:
             calls.check_open()  # raises, with the reason why the log was ended
-        raise RankError(
-            "There is no process group any more: it was ended (dist.destroy_process_group) after fully_shard. Call the "
-            "model before; or start a process group, and build and shard the model again."
-        )
+        raise RankError(ENDED)
     check_transforms("forward")  # inside such a transform, ranks could not even meet
     _calls.clear()
     _calls.append((weakref.ref(world), Calls(mesh)))
@@ -193,7 +190,7 @@ class ModuleCall:
         found: dict[Extended, torch.Tensor] = {}
 
         def gather() -> Sequence[torch.Tensor]:
-            found.update({one: one.gathered() for one in dict.fromkeys(made.extended.values())})
+            found.update({one: one.gathered() for _, one in made.apart})
             return ()
 
         with outside_modes(watched=True):

@@ -125,6 +125,11 @@ class ModulePlan:
     def group_of(self) -> dict[Entry, ParameterGroup]:
         return {entry: group for group in self.groups for entry in group.entries}
 
+    @property
+    def apart(self) -> list[tuple[str, Extended]]:
+        """The parameters that lie in no flat shard, each with one of its names."""
+        return [(self.names[one.entry], one) for one in dict.fromkeys(self.extended.values())]
+
     @cached_property
     def names(self) -> dict[Entry, str]:
         names = {entry: name for name, entry in self.entries.items()}

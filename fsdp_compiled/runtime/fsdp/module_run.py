@@ -121,7 +121,7 @@ class Run:
         """Runs eager PyTorch's backward, once. Returns a function that compares this backward's gradients with its
         own."""
         self.verified = None
-        if not everything or any(row.waits for row in self.made.rows.values()):
+        if not everything or self.made.waits:
             return None
         if not all(group.synchronise and group.all_reduces for group in self.made.groups):
             return None
@@ -252,8 +252,7 @@ class Run:
     def _extended(self) -> list[tuple[str, Extended]]:
         """The trained parameters that lie in no flat shard, by name. Each backward reduces all their gradients, so that
         ranks communicate alike even where their batches reach different ones."""
-        entries = {one.entry: one for one in self.made.extended.values()}
-        return [(self.made.names[entry], one) for entry, one in entries.items() if entry.parameter.requires_grad]
+        return [(name, one) for name, one in self.made.apart if one.entry.parameter.requires_grad]
 
     def _run(
         self,

@@ -11,7 +11,9 @@ error on every rank, before forward returns or any gradient is left in ``grad``.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -22,8 +24,9 @@ from torch.utils import _pytree as pytree
 from fsdp_compiled.capture.tensor_parallel import own_part
 from fsdp_compiled.distributed.mesh import RankError, any_rank
 from fsdp_compiled.ir.program import Port
-from fsdp_compiled.plan.plan import Division
+from fsdp_compiled.plan.plan import Division, Slot
 from fsdp_compiled.plan.rows import own_rows
+from fsdp_compiled.runtime.eager_bounds import TINY, gradient_bound, largest, off, returned_off
 from fsdp_compiled.runtime.eager_run import EagerRun, Place
 from fsdp_compiled.runtime.fsdp.module_plan import ModulePlan
 from fsdp_compiled.runtime.fsdp.module_state import traced
@@ -31,25 +34,7 @@ from fsdp_compiled.runtime.fsdp.parameter_group import Entry
 from fsdp_compiled.runtime.programs.compile import Compiled
 from fsdp_compiled.runtime.programs.request import Request
 from fsdp_compiled.runtime.rng import default_generator
-from fsdp_compiled.runtime.verify import (
-    TINY,
-    attributes,
-    changes,
-    differing,
-    draws_otherwise,
-    first_off,
-    gradient_bound,
-    gradients_compared,
-    is_due,
-    largest_of,
-    returned_otherwise,
-    tell_once,
-)
-
-CURE = (
-    "If the code changed since it was traced in a way that is not seen, build and shard the model again, or change a "
-    "guarded value; Policy(verify=False) turns the comparison off."
-)
+from fsdp_compiled.runtime.verified_programs import VerifiedPrograms
 
 
 class VerifiedCalls:
@@ -57,12 +42,10 @@ class VerifiedCalls:
     parameters."""
 
     def __init__(self, made: ModulePlan, module: nn.Module, function: Callable[..., Any]) -> None:
-        self.made, self.module = made, module
-        self._function = function
+        self.made, self.module, self.function = made, module, function
+        self.programs = VerifiedPrograms(made.plan, made.mesh)
         self._counts: dict[int, int] = {}  # calls so far, by the program's number
-        self._traced: dict[int, dict[str, Any]] = {}  # modules' plain attributes at its first call, by the same
-        self.told: set[str] = set()
-        self.places: dict[int, Place] = {
+        self._places: dict[int, Place] = {
             id(entry.parameter): (buffer.key, slot.name)
             for buffer in made.plan.buffers
             for slot, entry in zip(buffer.slots, made.rows[buffer.key].entries, strict=True)
@@ -70,22 +53,19 @@ class VerifiedCalls:
 
     def due(self, compiled: Compiled) -> bool:
         """Whether to verify this call of the program. Counts the call. The same on every rank."""
-        if draws_otherwise(compiled, self.made.plan, self.made.mesh, self.told):
-            return False
-        if self.made.extended:
-            told = f"{compiled.label} reads weights of classes of their own, so it is not compared."
-            tell_once(self.told, self.made.mesh, told)
+        if self.programs.draws_otherwise(compiled):
             return False
         count = self._counts[compiled.number] = self._counts.get(compiled.number, -1) + 1
-        return is_due(self.made.plan.policy.verify, count)
+        return self.programs.due(count)
 
     def run(self, compiled: Compiled, request: Request, args: tuple[Any, ...], named: dict[str, Any]) -> Verified:
         """Runs the module's forward by its own code. Changes nothing. Collective."""
         begun = time.perf_counter()
-        plain = attributes(self.module)
-        changed = changes(self._traced.setdefault(compiled.number, plain), plain)
+        changed = self.programs.changed(compiled, self.module)
         made, generator = self.made, default_generator(self.made.plan.device)
-        run = EagerRun(made.plan, made.mesh, made.lent.shards, lambda one: self.places.get(id(one)))
+        apart = {name: one.gathered() for name, one in made.apart}  # as for the program, by what their class says
+        places = self._places | {id(one): ("", name) for name, one in apart.items()}
+        run = EagerRun(made.plan, made.mesh, made.lent.shards, lambda one: places.get(id(one)), apart)
         drawn, result, failure = generator.get_state(), None, None
         closed = compiled.capture.guards.closed.tensors.values()
         inputs = [one for one in pytree.tree_leaves((args, named)) if isinstance(one, torch.Tensor)]
@@ -96,9 +76,10 @@ class VerifiedCalls:
                 traced(),
                 request.modes.entered(),
                 torch.enable_grad(),
-                run.reading(self.module, self._function, others),
+                self.registered(apart),
+                run.reading(self.module, self.function, others),
             ):
-                result = self._function(self.module, *args, **named)
+                result = self.function(self.module, *args, **named)
         except Exception as error:
             failure = error
         finally:
@@ -110,6 +91,20 @@ class VerifiedCalls:
             "Nothing was changed.",
         )
         return Verified(self, compiled, run, result, changed, drawn, time.perf_counter() - begun)
+
+    @contextmanager
+    def registered(self, gathered: Mapping[str, torch.Tensor]) -> Iterator[None]:
+        """Inside, modules hold these in the place of their sharded parameters, whose class the model may ask for."""
+        held = [(module._parameters, key, gathered[name])
+                for name, one in self.made.apart for module, key in one.entry.holders]  # fmt: skip
+        before = [table[key] for table, key, _ in held]
+        try:
+            for table, key, tensor in held:
+                table[key] = tensor  # type: ignore[assignment]
+            yield
+        finally:
+            for (table, key, _), parameter in zip(held, before, strict=True):
+                table[key] = parameter
 
 
 class Verified:
@@ -131,17 +126,16 @@ class Verified:
         ``found``: forward's return value; ``outputs``: the tensors in it; ``results``: those that have derivatives.
         Collective.
         """
-        said = returned_otherwise(found, self._result, self._owner.made.plan)
+        programs, plan = self._owner.programs, self._owner.made.plan
         try:
-            self._agree(said, self._compiled.label)
+            programs.agree(returned_off(found, self._result, plan), self._changed, self._compiled.label)
         except RankError:
             with torch.no_grad():
                 for one, value in self._before:
                     one.copy_(value)
-            default_generator(self._owner.made.plan.device).set_state(self._drawn)
+            default_generator(plan.device).set_state(self._drawn)
             raise
-        told = f"{self._compiled.label} gave in eager PyTorch what its program gives. That took {self._took:.2f} s."
-        tell_once(self._owner.told, self._owner.made.mesh, told, "compared")
+        programs.alike(self._compiled, self._took)
         mine, theirs = pytree.tree_leaves(found), pytree.tree_leaves(self._result)
         places = {id(one): place for place, one in enumerate(mine) if isinstance(one, torch.Tensor)}
         known = [places.get(id(outputs[port])) for port in results]
@@ -157,13 +151,14 @@ class Verified:
             if tangent is not None and one is not None and one.requires_grad
         ]
         complete = all(one is not None for one, tangent in zip(results, tangents, strict=False) if tangent is not None)
-        made, failure = self._owner.made, None
-        if any_rank(not (results and complete and gradients_compared(made.plan.policy)), made.mesh):
+        owner, failure = self._owner, None
+        if any_rank(not (results and complete and owner.programs.gradients), owner.made.mesh):
             return False
         try:
             if given:
                 # A checkpointed part of the model runs again.
-                with traced(), self._run.put_back(self._owner.module, self._owner._function):
+                put_back = self._run.put_back(owner.module, owner.function)
+                with traced(), owner.registered(self._run.apart), put_back:
                     self._run.backward([one for one, _ in given], [tangent for _, tangent in given])
         except Exception as error:
             failure = error
@@ -176,25 +171,24 @@ class Verified:
         Collective."""
         made = self._owner.made
         mine = {made.names[entry]: gradient.to_local() for entry, gradient in found.items()}
-        bound, least = gradient_bound(made.plan)
+        share, least = gradient_bound(made.plan)
+        entries = {name: entry for entry, name in made.names.items()}
+        others = [
+            replace(one.buffer, slots=(Slot(replace(one.entry.leaf, names=(name,)), 0),)) for name, one in made.apart
+        ]
         whole = {
             slot.name: (slot.leaf, means[slot.name])
-            for buffer, means in self._run.means(made.mesh.tp / made.mesh.world)
-            for slot, entry in zip(buffer.slots, made.rows[buffer.key].entries, strict=True)
+            for buffer, means, _ in self._run.means(made.mesh.tp / made.mesh.world, {}, others)
+            for slot in buffer.slots
             if slot.name in means and buffer.division == Division() and not buffer.hooked
-            if entry.parameter.requires_grad  # it may have been frozen since forward
+            if entries[slot.name].parameter.requires_grad  # it may have been frozen since forward
         }
-        largest = max((largest_of(mean) for _, mean in whole.values()), default=0.0)
+        most = max((largest(mean) for _, mean in whole.values()), default=0.0)
         said = None
         for name, (leaf, mean) in whole.items():
             first, last = own_rows(leaf, made.plan.shard, made.mesh.shard_rank)
             own = mean.narrow(leaf.shard_dim, first, last - first)
-            spread = bound * largest_of(mean) + least * largest + TINY
+            bound = share * largest(mean) + least * most + TINY
             gradient = mine.get(name, torch.zeros_like(own))
-            wrong = ~((gradient - own).abs() <= spread) & own.isfinite()
-            said = said or first_off(f"the gradient of {name}", gradient, own, wrong)
-        self._agree(said, f"the backward of {self._compiled.label}")
-
-    def _agree(self, said: str | None, label: str) -> None:
-        if (told := differing(self._owner.made.mesh, said, self._changed)) is not None:
-            raise RankError(f"Policy.verify: in {label}, {told}. {CURE}")
+            said = said or off(f"the gradient of {name}", gradient, own, bound, own.isfinite())
+        self._owner.programs.agree(said, self._changed, f"the backward of {self._compiled.label}")

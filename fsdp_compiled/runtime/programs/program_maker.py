@@ -175,7 +175,7 @@ class ProgramMaker:
                     self.calls.abandon(f"It said:\n{type(error).__name__}: {error}")
                     raise
             else:
-                with self.calls.refusing():
+                with self.calls.refusing(own=True):
                     compiled = self._by_itself(request, buffers, rules, room)
             self.calls.enter(compiled.label, compiled.wire, request.posted)
             return compiled
