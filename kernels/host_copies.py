@@ -8,10 +8,11 @@
     ...
     value = restored(value, room)        compute goes on once it has ended
 
-A *room* is pinned host memory at a fixed address, so that a CUDA graph can hold it. On a GPU all copies go over one
-stream of their own, in the order in which they start. A copy starts behind what compute was told before it, and new
-memory is compute's own: the allocator needs to know nothing of that stream. Nothing waits on the host. Elsewhere, and
-on a GPU where a trial fails (`failure`), each copy is where it starts, in compute's own order.
+A *room* is pinned host memory at a fixed address, so that a CUDA graph can hold it. On a GPU copies go over two streams
+of their own, one each way, in the order in which they start. A copy starts behind what compute was told before it, and
+new memory is compute's own: the allocator needs to know nothing of those streams. What reads what another copy wrote
+starts behind compute's wait for that. Nothing waits on the host. Elsewhere, and on a GPU where a trial fails
+(`failure`), each copy is where it starts, in compute's own order.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ BUSY = 1024  # width of the products that a trial's copies run beside
 
 
 class Lane:
-    """What copies on one GPU go over; an event for each room says that its last copy has ended."""
+    """What copies one way on one GPU go over; an event for each room says that its last copy has ended."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -52,20 +53,20 @@ class Lane:
         cuda.current_stream(self.device).wait_event(self.events[room.data_ptr()])
 
 
-LANES: dict[torch.device, Lane] = {}  # by GPU
+LANES: dict[tuple[torch.device, str], Lane] = {}  # by GPU, and where to
 IN_ORDER: set[str] = {"cpu"}  # kinds of devices whose copies are where they start
 
 
-def _lane(device: torch.device) -> Lane | None:
+def _lane(device: torch.device, to: str) -> Lane | None:
     if device.type in IN_ORDER:
         return None
-    if device not in LANES:
-        LANES[device] = Lane(device)
-    return LANES[device]
+    if (device, to) not in LANES:
+        LANES[device, to] = Lane(device)
+    return LANES[device, to]
 
 
 def store(room: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    lane = _lane(value.device)
+    lane = _lane(value.device, "host")
     if lane is None:
         return room.copy_(value, non_blocking=True)
     lane.start(room, value, room)
@@ -73,14 +74,14 @@ def store(room: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
 
 
 def stored(room: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    if (lane := _lane(value.device)) is not None:
+    if (lane := _lane(value.device, "host")) is not None:
         lane.wait(room)
     return room
 
 
 def restore(room: torch.Tensor, device: torch.device) -> torch.Tensor:
     value = torch.empty_strided(room.size(), room.stride(), dtype=room.dtype, device=device)
-    lane = _lane(value.device)
+    lane = _lane(value.device, "device")
     if lane is None:
         return value.copy_(room, non_blocking=True)
     lane.start(value, room, room)
@@ -88,7 +89,7 @@ def restore(room: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 
 def restored(value: torch.Tensor, room: torch.Tensor) -> torch.Tensor:
-    if (lane := _lane(value.device)) is not None:
+    if (lane := _lane(value.device, "device")) is not None:
         lane.wait(room)
     return value
 

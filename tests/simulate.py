@@ -189,6 +189,11 @@ def passes(rank: Rank, kind: str = "step") -> tuple[Pass, ...]:
     return (*wanted, *fusions_for(target))
 
 
+def before(found: Sequence[Program], name: str) -> int:
+    """How many of these stages are before the pass of this name."""
+    return [stage.history[-1] for stage in found].index(name)
+
+
 def stages(
     model: nn.Module,
     optimizer: Optimizer | None,

@@ -169,7 +169,7 @@ class _Run:
             role in ("cast", "pack") and self.shards.intersection(node.all_input_nodes)
         ):
             return "gathered"
-        if role == "fetch":
+        if role in ("fetch", "restore"):
             return "fetched"
         if role in ("flatten", "reduce", "combine", "cast", "pack", "sum") or node in self.gradients:
             return "gradients"
@@ -272,7 +272,7 @@ def _last_uses(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
 def _marked(graph: fx.Graph) -> tuple[list[fx.Node], list[fx.Node]]:
     """The nodes that lay gradients end to end, and those that come from the host."""
     marked = [(node, mark.role) for node in graph.nodes if (mark := node.meta.get("mark")) is not None]
-    return [node for node, role in marked if role == "flatten"], [node for node, role in marked if role == "fetch"]
+    return [node for node, role in marked if role == "flatten"], [node for node, role in marked if role == "restored"]
 
 
 def _flattened(nodes: Iterable[fx.Node]) -> set[fx.Node]:

@@ -23,6 +23,7 @@ from torch import fx
 from fsdp_compiled.analysis.roofline import nbytes, seconds_of
 from fsdp_compiled.ir.nodes import carried, is_collective, is_wait, owner, role_of, waited_for
 from fsdp_compiled.ir.program import Program
+from fsdp_compiled.ir.text import COPIES
 from fsdp_compiled.plan.plan import Plan
 
 WAIT = "wait"
@@ -104,14 +105,11 @@ def estimate(program: Program, plan: Plan) -> Timeline:
             arrives[node] = start + _transfer(node, plan)
             free.update(dict.fromkeys(wires, arrives[node]))
             spans.append(Span(lane, owner(node) or "loss", start, arrives[node], node.name))
-        elif role in ("fetch", "return"):  # on the stream of compute
-            arrives[node] = now + _copied(node) / plan.machine.host
-            spans.append(Span("host", owner(node) or "loss", now, arrives[node], node.name))
-            now = arrives[node]
-        elif role in ("store", "restore"):  # beside it
-            start = max(now, free.get(role, 0.0))
-            arrives[node] = free[role] = start + _copied(node) / plan.machine.host
-            spans.append(Span(f"{role}s", owner(node) or "loss", start, free[role], node.name))
+        elif role in COPIES:
+            lane = COPIES[role]
+            start = max(now, free.get(lane, 0.0))
+            arrives[node] = free[lane] = start + _copied(node) / plan.machine.host
+            spans.append(Span(lane, owner(node) or "loss", start, free[lane], node.name))
         elif role == "part":
             arrives[node] = arrives[node.all_input_nodes[0]]
         elif waits(node):

@@ -112,11 +112,14 @@ def run_simulate(options: argparse.Namespace, _: Sequence[str]) -> int:
     return 0
 
 
+LANES = ("compute", "network", "replicate", "tp", "from the host", "to the host")
+
+
 def figures(found: Estimate) -> dict[str, Any]:
     return {
         "seconds": found.seconds,
         "exposed seconds": found.exposed,
-        "busy seconds": {lane: found.busy(lane) for lane in ("compute", "network", "replicate", "tp", "host")},
+        "busy seconds": {lane: found.busy(lane) for lane in LANES},
         "sent": {axis: {"collectives": count, "bytes": size} for axis, (count, size) in found.sent.items()},
         "bytes between steps": found.memory.persistent.total,
         "bytes at the peak": found.memory.peak.nbytes,

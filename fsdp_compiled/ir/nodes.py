@@ -334,7 +334,8 @@ def reduction(gradient: fx.Node) -> fx.Node | None:
     return found
 
 
-GATHERED = ("fetch", "cast", "pack", "gather", "part", "wait", "unpack", "block", "view")
+GATHERED = ("cast", "pack", "gather", "part", "wait", "unpack", "block", "view")
+HOST = ("fetch", "restore", "restored", "return", "store", "stored")  # copies from and to host memory, and their waits
 COPIES = (torch.ops.aten._to_copy.default, torch.ops.aten.clone.default, torch.ops.aten._unsafe_view.default)
 
 

@@ -60,7 +60,7 @@ def where(node: fx.Node) -> str:
 
 WAITS = ("wait", "stored", "restored")
 # Copies from and to host memory, by their role.
-COPIES = {"fetch": "from the host", "return": "to the host", "store": "to the host", "restore": "from the host"}
+COPIES = {"fetch": "from the host", "restore": "from the host", "return": "to the host", "store": "to the host"}
 
 
 def _copies(node: fx.Node) -> str | None:

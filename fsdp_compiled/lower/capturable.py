@@ -18,6 +18,7 @@ from torch.utils import _pytree as pytree
 from fsdp_compiled.ir.nodes import call_text, is_collective, is_random, is_wait, role_of
 from fsdp_compiled.ir.program import Program
 
+HELD = ("room", "shard", "state")
 SMALL = 256  # bytes; results up to this are handed out with one copy
 ALIGN = 16
 
@@ -128,8 +129,8 @@ def _inputs(program: Program, device: torch.device) -> Iterator[str]:
         )
     for port, node in program.inputs.items():
         value = node.meta["val"]
-        # A room is pinned, and keeps its address.
-        if isinstance(value, torch.Tensor) and value.device.type != device.type and port.kind != "room":
+        # A room is pinned, and keeps its address; so are shards and state that are kept on the host.
+        if isinstance(value, torch.Tensor) and value.device.type != device.type and port.kind not in HELD:
             yield (
                 f"{port} is on the {value.device.type}, and would be copied while the graph is made. Move it to the "
                 "model's device, or make it a buffer of the model (register_buffer)."
@@ -153,7 +154,7 @@ def _sized_by_values(node: fx.Node, _: torch.device) -> bool:
 
 
 def _elsewhere(node: fx.Node, device: torch.device) -> bool:
-    if role_of(node) in ("store", "stored"):
+    if role_of(node) in ("store", "return", "stored"):
         return False
     values = pytree.tree_leaves(node.meta.get("val"))
     return any(isinstance(value, torch.Tensor) and value.device.type not in (device.type, "meta") for value in values)

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from fsdp_compiled.ir.nodes import ASSERT, is_collective, is_random, is_wait, mutated, origin, role_of
+from fsdp_compiled.ir.nodes import ASSERT, HOST, is_collective, is_random, is_wait, mutated, origin, role_of
 from fsdp_compiled.kernels.operators import KERNELS
 from fsdp_compiled.lower.piece import FEW, Piece, is_borrowed, is_size, is_tensor, numel
 from fsdp_compiled.plan.units import innermost
@@ -85,8 +85,7 @@ def _stands_alone(node: fx.Node) -> bool:
         or is_wait(node)
         or is_random(node)
         or node.target in (ASSERT, aten.linalg_vector_norm.default, *KERNELS)
-        or role
-        in ("part", "cast", "pack", "unpack", "combine", "fetch", "return", "store", "stored", "restore", "restored")
+        or role in ("part", "cast", "pack", "unpack", "combine", *HOST)
         or (role == "update" and not node.meta["mark"].unit)  # module buffers, each written back by a copy
     )
 
@@ -218,7 +217,7 @@ class _Cutter:
             return False
         sources = [origin(source) for source in node.all_input_nodes]
         for run in reversed(self.runs):
-            if isinstance(run, fx.Node) and role_of(run) in ("fetch", "return"):  # copies elements, not these numbers
+            if isinstance(run, fx.Node) and role_of(run) in HOST:  # copies elements, not these numbers
                 continue
             other = run[0].meta.get("mark") if isinstance(run, list) else None
             if not isinstance(run, list) or not other or other.role != "update":

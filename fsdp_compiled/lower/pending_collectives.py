@@ -113,14 +113,19 @@ class PendingCollectives:
         known: dict[fx.Node, Any] = {first: given(self._inputs[first])}
         for step in rest:
             args, kwargs = fx.node.map_arg((step.args, step.kwargs), known.__getitem__)  # type: ignore[misc]
-            known = {step: step.target(*args, **kwargs)}  # type: ignore[operator]
-        return next(iter(known.values()))
+            known[step] = step.target(*args, **kwargs)  # type: ignore[operator]
+        return known[node]
 
     def _chain(self, node: fx.Node) -> list[fx.Node] | None:
         """The nodes from a shard to this one, each made of the one before; None if another tensor takes part."""
         found = [node]
         while (node := found[0]) not in self._inputs:
-            if role_of(node) not in ("cast", "pack", "fetch") or len(node.all_input_nodes) != 1 or mutated(node):
+            inputs = 2 if (role := role_of(node)) == "restored" else 1  # what is on its way, and the shard again
+            if (
+                role not in ("cast", "pack", "fetch", "restored")
+                or len(node.all_input_nodes) != inputs
+                or mutated(node)
+            ):
                 return None
             found.insert(0, node.all_input_nodes[0])
         return found

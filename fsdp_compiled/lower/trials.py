@@ -60,6 +60,7 @@ class Snapshot:
     before: tuple[torch.Tensor, ...]
 
     def put_back(self) -> None:
+        host_copies.finish()
         for tensor, before in zip(self.tensors, self.before, strict=True):
             tensor.copy_(before)
 
@@ -70,6 +71,7 @@ class Snapshot:
 def snapshot(ports: Sequence[Port], given: Sequence[Any], ranks: int) -> Snapshot:
     """The tensors that a call of a program with these inputs may write, with copies in host memory, shared by ``ranks``
     ranks. Raises ``MemoryError`` if there is no room: Linux gives out more than there is, and ends processes later."""
+    host_copies.finish()
     found = {
         str(port): value
         for port, value in zip(ports, given, strict=True)

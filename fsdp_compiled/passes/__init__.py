@@ -18,7 +18,7 @@ from fsdp_compiled.passes.accumulate import add_up, average, clear
 from fsdp_compiled.passes.check import check, check_ends
 from fsdp_compiled.passes.clip import clip
 from fsdp_compiled.passes.gather import gather
-from fsdp_compiled.passes.host_offload import offload
+from fsdp_compiled.passes.host_memory import offload, store_saved
 from fsdp_compiled.passes.limit import limit
 from fsdp_compiled.passes.loss_scale import scale, skip, unscale
 from fsdp_compiled.passes.outer_update import outer_update, shards_of
@@ -33,7 +33,6 @@ from fsdp_compiled.passes.row_weights import unweigh, weigh
 from fsdp_compiled.passes.same_batches import same_batches
 from fsdp_compiled.passes.schedule import schedule
 from fsdp_compiled.passes.slice_loss import slice_loss
-from fsdp_compiled.passes.store_saved import store_saved
 from fsdp_compiled.passes.update import count_updates, update
 from fsdp_compiled.passes.write_back import write_back
 from fsdp_compiled.plan.plan import Buffer, Plan
@@ -52,8 +51,8 @@ OPTIONAL: Mapping[Pass, Callable[[Plan], bool]] = {
     **dict.fromkeys((same_batches, compare_batches, overlap), lambda plan: plan.tp > 1),
 }
 
-SCHEDULING: tuple[Pass, ...] = (limit, schedule)  # what runs when, once it is known what runs
-CLOSING: tuple[Pass, ...] = (write_back, quantize, offload, reshape, *SCHEDULING)
+SCHEDULING: tuple[Pass, ...] = (limit, schedule, offload)  # what runs when, once it is known what runs
+CLOSING: tuple[Pass, ...] = (write_back, quantize, reshape, *SCHEDULING)
 FORWARD: tuple[Pass, ...] = (gather, overlap, same_batches, compare_batches, *CLOSING)
 SHARDING: tuple[Pass, ...] = (gather, overlap, reduce, rematerialize, recompute, weigh, same_batches)
 DIFFERENTIATION: tuple[Pass, ...] = (scale, slice_loss, *SHARDING)

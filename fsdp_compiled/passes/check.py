@@ -13,10 +13,11 @@
 | `add_up`    | no gradient leaves                                                                                  |
 | `update`    | every trainable shard with an optimizer is written, and its copy, and no gradient leaves            |
 | `write_back`| no new value of a module buffer leaves: it is written back                                          |
-| `offload`   | what lives in host memory is only copied from and to it, and what changed goes back                 |
 | `store_saved` | what is in host memory is read from there alone; copies are waited for, and few are under way     |
 | `limit`     | at most `Policy.limit` units are gathered at every node                                             |
 | `schedule`  | the same, with gathers started early                                                                |
+| `offload`   | what lives in host memory is only copied from and to it, and what changed goes back; copies as      |
+|             | after `store_saved`                                                                                 |
 
 A walk over all nodes takes as long as a pass. So invariants of nodes are checked on the program that the last pass
 made, for all passes before it: that program is the one that runs. The next pass may hide what leaves a program, as the
@@ -43,13 +44,15 @@ from fsdp_compiled.ir.nodes import (
     mutated,
     origin,
     role_of,
+    versions,
 )
 from fsdp_compiled.ir.program import LOSS, Program
 from fsdp_compiled.plan.plan import Buffer, Plan
 
 Invariant = Callable[[Checked, Plan], None]
 
-WAITS = {"store": "stored", "restore": "restored"}  # what starts a copy -> what waits for it
+# What starts a copy -> what waits for it, and how much may be under way: values, or units of which there are copies.
+WAITS = {"store": ("stored", AHEAD), "restore": ("restored", AHEAD), "return": ("stored", 1), "fetch": ("restored", 1)}
 
 
 def check(program: Program, plan: Plan, before: Checked | None = None) -> Checked:
@@ -225,11 +228,11 @@ def _only_copied(checked: Checked, plan: Plan) -> None:
     for port, stored in checked.inputs.items():
         if port.kind not in ("shard", "state") or stored.meta["val"].dim() == 0:
             continue
-        if odd := next((user for user in stored.users if role_of(user) not in ("fetch", "return")), None):
+        if odd := next((user for user in stored.users if role_of(user) not in ("fetch", "restored", "return")), None):
             fail(checked.program, odd, f"{odd.name} works on {port} where it lives, in host memory.")
         back = {source for user in stored.users if role_of(user) == "return" for source in user.all_input_nodes}
         for fetched in stored.users:
-            lost = role_of(fetched) == "fetch" and fetched not in back
+            lost = role_of(fetched) == "restored" and fetched not in back
             if lost and (odd := next((user for user in fetched.users if fetched in mutated(user)), None)):
                 fail(checked.program, odd, f"what {odd.name} writes is of {port}, and never goes back to the host.")
 
@@ -254,7 +257,7 @@ INVARIANTS: dict[str, tuple[Invariant, ...]] = {
     "add_up": (_no_gradient_leaves,),
     "update": (_shards_are_updated,),
     "write_back": (_buffers_are_stored,),
-    "offload": (_only_copied,),
+    "offload": (_only_copied, _copies_end),
     "store_saved": (_copies_end,),
     "limit": (_within_limit,),
     "schedule": (_within_limit,),
@@ -267,19 +270,24 @@ def odd_copy(program: Program) -> tuple[fx.Node, str] | None:
     for room in rooms:
         if odd := next((user for user in room.users if role_of(user) != "store"), None):
             return odd, f"{odd.name} works on {room.name}, which a copy of forward's is to fill."
-    under_way: dict[str, set[fx.Node]] = {"store": set(), "restore": set()}
+    under_way: dict[str, dict[fx.Node, str]] = {role: {} for role in WAITS}
     for node in program.graph.nodes:
         role = role_of(node)
         if role in WAITS:
-            waits = [user for user in node.users if role_of(user) == WAITS[role]]
+            wait, most = WAITS[role]
+            waits = [user for user in node.users if role_of(user) == wait]
             if len(waits) != 1 or waits[0].meta["phase"] != node.meta["phase"]:
                 return node, f"{node.name} is waited for {len(waits)} times in its phase, expected once."
-            under_way[role].add(node)
-            if len(under_way[role]) > AHEAD:
-                return node, f"{len(under_way[role])} copies are under way, {AHEAD} at most may be."
+            under_way[role][node] = node.name if most == AHEAD else node.meta["mark"].unit
+            if (many := len({*under_way[role].values()})) > most:
+                what = "copies" if most == AHEAD else "units' copies"
+                return node, f"{many} {what} are under way, {most} at most may be."
+            sent = versions(node.all_input_nodes[1]) if wait == "stored" else []
+            if odd := next((user for one in sent for user in one.users if one in mutated(user) and user > node), None):
+                return odd, f"{odd.name} writes {sent[0].name}, of which a copy is under way."
         elif role in ("stored", "restored"):
             for started in under_way.values():
-                started.difference_update(node.all_input_nodes)
+                started.pop(node.all_input_nodes[0], None)
         if role == "stored" and (late := _read_later(node)) is not None:
             return late, f"{late.name} reads {node.all_input_nodes[1].name}, which is in host memory by then."
     return None

@@ -140,7 +140,7 @@ def _starts(
 
 def _while_sent(issue: list[fx.Node], plan: Plan) -> int:
     """Bytes that are alive while a unit is gathered: its buffers, and what the wire and casts need besides."""
-    made = [node for node in issue if role_of(node) in ("fetch", "cast", "pack", "gather")]
+    made = [node for node in issue if role_of(node) in ("cast", "pack", "gather")]
     return sum(nbytes(node.meta["val"]) + on_wire(node, backend_of(plan.device)) for node in made)
 
 
@@ -169,12 +169,12 @@ def _room(at: int, unit: str, placed: list[LiveRange], most: int | None) -> int:
 
 
 def _issue(live_range: LiveRange) -> list[fx.Node]:
-    """The nodes that gather a unit: fetches from the host, casts, packing, collectives, and parts of their results."""
+    """The nodes that gather a unit: casts, packing, collectives, and parts of their results."""
     found: list[fx.Node] = []
     for gather in live_range.gathers:
         made: list[fx.Node] = []
         sources = gather.all_input_nodes
-        while sources := [source for source in sources if role_of(source) in ("fetch", "cast", "pack")]:
+        while sources := [source for source in sources if role_of(source) in ("cast", "pack")]:
             made[:0] = sources
             sources = [before for source in sources for before in source.all_input_nodes]
         found += made

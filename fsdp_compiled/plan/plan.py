@@ -267,7 +267,7 @@ class Plan:
     @property
     def graphed(self) -> bool:
         """Whether a step is assumed to run as a CUDA graph, in which the host launches nothing itself."""
-        return self.device.type == "cuda" and self.policy.cuda_graph is not False and not self.policy.offload
+        return self.device.type == "cuda" and self.policy.cuda_graph is not False
 
     @cached_property
     def exchanged(self) -> list[tuple[int, list[Buffer]]]:

@@ -183,11 +183,6 @@ def _check_together(policy: Policy) -> None:
             'Policy.offload keeps a rank\'s shards in host memory, but under shard="ddp" there are none. Give '
             'shard="zero3", or leave offload out.'
         )
-    if policy.offload and policy.cuda_graph is True:
-        raise ValueError(
-            "Policy.offload copies from and to host memory in every step, which no CUDA graph of it could do, but "
-            'Policy.cuda_graph is True. Leave cuda_graph at "auto", or take offload out.'
-        )
     if policy.offload and policy.copies is True:
         raise ValueError(
             "Policy.offload keeps shards in host memory, and Policy.copies=True a copy of them on the device. "

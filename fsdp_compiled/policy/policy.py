@@ -66,12 +66,12 @@ class Policy:
         What `Sharded.accumulate` holds between microbatches. ``"shards"``: each microbatch is reduced, and a rank
         holds the sums of its shards. ``"full"``: a rank holds the whole gradient, and a step reduces once.
     offload
-        Shards and optimizer state in pinned host memory. A unit's shard is copied to the GPU just before each gather,
-        and the update brings in one buffer at a time, and takes it back. `Sharded.state` and `Sharded.apply` wait for
-        copies that are on their way; a tensor that was taken from the state before a later step does not. With one
-        rank, a step still has all parameters on the GPU until their last use. Sums over microbatches stay there. Steps
-        run without CUDA graphs, and the update is the optimizer's own code rather than one kernel for all. Refused on a
-        CPU, and where every rank has everything (``"ddp"``).
+        Shards and optimizer state in pinned host memory. A unit's shard is copied to the GPU for each gather, while the
+        unit before it is used, and the update goes buffer by buffer: one arrives and one leaves while a third is
+        updated. `Sharded.state` and `Sharded.apply` wait for copies that are on their way; a tensor that was taken from
+        the state before a later step does not. With one rank, a step still has all parameters on the GPU until their
+        last use. Sums over microbatches stay there. The update is the optimizer's own code rather than one kernel for
+        all. Refused on a CPU, and where every rank has everything (``"ddp"``).
     recompute
         ``"unit"``: backward computes each block again from its input instead of keeping what forward computed inside,
         as if the model wrapped it in ``torch.utils.checkpoint``. Results of random operators (dropout's output and

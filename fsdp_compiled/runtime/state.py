@@ -48,7 +48,7 @@ class Rooms(dict[str, torch.Tensor]):
     """Host memory for each value that a program keeps there, by name."""
 
     def __init__(self, program: Program) -> None:
-        self.devices = {node.meta["val"].device for node in program.marked("restore")} - {torch.device("cpu")}
+        self.devices = {node.meta["val"].device for node in program.marked("restored")} - {torch.device("cpu")}
         for port, node in program.inputs.items():
             if port.kind == "room":
                 self[port.key] = host_copies.make_room(node.meta["val"], pinned=bool(self.devices))

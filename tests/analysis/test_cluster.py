@@ -18,6 +18,9 @@ from fsdp_compiled.analysis.kernel_workspace import in_kernel
 from fsdp_compiled.analysis.roofline import is_attention, seconds_of
 from fsdp_compiled.analysis.timeline import estimate
 from fsdp_compiled.cli.gpt import GPT, GPTConfig, next_byte_loss
+from fsdp_compiled.ir.edit import Edit
+from fsdp_compiled.ir.nodes import role_of
+from fsdp_compiled.ir.program import Program
 from fsdp_compiled.plan.hardware import CPU, GBIT, GPUS, HARDWARE, NCCL, Cluster, bits, gpus, machine_of
 from fsdp_compiled.runtime.simulate import Estimate
 
@@ -140,10 +143,28 @@ def test_an_all_reduce_is_two_on_the_wire() -> None:
     assert found.sent["shard"][1] == pytest.approx(8 * parameters, rel=0.01)
 
 
-def test_offload_takes_the_link() -> None:
-    kept, away = gpt(lower="eager", cuda_graph=False), gpt(lower="eager", offload=True)
-    crossing = 2 * away.memory.persistent.host / away.plan.machine.host  # there and back in the update alone
-    assert away.busy("host") > crossing and away.seconds > kept.seconds + crossing
+def test_offload_takes_the_link_beside_compute() -> None:
+    kept, away = gpt(lower="eager"), gpt(lower="eager", offload=True)
+    crossing = away.memory.persistent.host / away.plan.machine.host  # one way, in the update alone
+    there, back = away.busy("to the host"), away.busy("from the host")
+    assert there == pytest.approx(crossing) and back > 1.5 * crossing  # to gathers, too
+    assert away.seconds > kept.seconds + crossing  # an update takes less than its copies
+    apart = estimate(waited_for_at_once(away.program), away.plan)  # the control
+    assert away.exposed - kept.exposed < 0.6 * (apart.end - apart.busy("compute") - kept.exposed)
+    assert away.seconds < apart.end - 0.4 * (there + back)
+
+
+def waited_for_at_once(program: Program) -> Program:
+    """With each copy from or to the host in compute's own time."""
+    edit = Edit(program)
+    for role in ("fetch", "return"):
+        for start in [edit.map[node] for node in program.marked(role)]:  # type: ignore[arg-type]
+            (wait,) = (user for user in start.users if role_of(user) in ("restored", "stored"))
+            if role == "fetch":
+                edit.move([start], before=wait)
+            else:
+                edit.move([wait], before=start.next)
+    return edit.done("waited for at once")
 
 
 def test_a_host_that_is_slower_than_the_kernels_is_waited_for() -> None:

@@ -17,7 +17,7 @@ from fsdp_compiled.passes import SCHEDULING, run
 from fsdp_compiled.plan.plan import Plan
 from tests.chosen import chosen
 from tests.launch import launch
-from tests.simulate import stages
+from tests.simulate import before, stages
 
 WORKER = Path(__file__).parents[1] / "workers" / "peak_memory.py"
 
@@ -53,7 +53,7 @@ def test_on_a_gpu_gathers_are_ahead_whatever_they_take() -> None:
     found, plan = gpt()
     given, _ = gpt(prefetch=1)
     on_gpu = replace(plan, device=torch.device("cuda"), machine=plan.machine)
-    program = run(found[-len(SCHEDULING) - 1], on_gpu, SCHEDULING)
+    program = run(found[before(found, "limit") - 1], on_gpu, SCHEDULING)
     assert [node.name for node in program.graph.nodes] == [node.name for node in given[-1].graph.nodes]
 
 

@@ -23,7 +23,7 @@ from fsdp_compiled.plan.plan import Plan
 from fsdp_compiled.runtime.programs.memory_budget import GIB, fit
 from fsdp_compiled.runtime.simulate import Estimate
 from tests.models import Stack
-from tests.simulate import stages
+from tests.simulate import before, stages
 
 WIDTH = 64  # gathered parameters outweigh the activations of four rows
 
@@ -41,8 +41,8 @@ def ahead_first(shard: str) -> list[str]:
     found, plan = stages(Stack(6, WIDTH), None, None, (torch.ones(4, WIDTH),), wanted, kind="gradient")
     on_gpu = replace(plan, device=torch.device("cuda"))
     made: list[Program] = []
-    run(found[-len(SCHEDULING) - 1], on_gpu, SCHEDULING, made.append)
-    whole, said = [*found[: -len(SCHEDULING) - 1], *made], []
+    run(found[before(found, "limit") - 1], on_gpu, SCHEDULING, made.append)
+    whole, said = [*found[: before(found, "limit") - 1], *made], []
 
     def predicted(program: Program) -> Memory:
         return predict(program, on_gpu, Persistent())

@@ -129,7 +129,6 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"lower": "triton"}, "Policy.lower is 'triton'"),
     ({"offload": True}, "Policy.offload is True, but the model is on cpu: its shards are in host memory already"),
     ({"offload": True, "shard": "ddp"}, 'under shard="ddp" there are none'),
-    ({"offload": True, "cuda_graph": True}, "which no CUDA graph of it could do"),
     ({"offload": "cpu"}, "Policy.offload is 'cpu'; expected one of False, True"),
 ]
 

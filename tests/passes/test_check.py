@@ -17,7 +17,7 @@ from fsdp_compiled.ir.edit import Edit
 from fsdp_compiled.ir.nodes import Mark, mutated, role_of
 from fsdp_compiled.ir.program import LOSS, Port
 from fsdp_compiled.passes.check import INVARIANTS, check
-from fsdp_compiled.passes.store_saved import store_saved
+from fsdp_compiled.passes.host_memory import store_saved
 from tests import recipes
 from tests.models import Block, Recipe
 
@@ -228,14 +228,36 @@ def a_gather_too_early(program: Program, plan: Plan) -> Program:
 
 def a_gather_from_the_host(program: Program, plan: Plan) -> Program:
     edit = Edit(program)
-    fetch = edit.map[program.marked("fetch")[0]]
-    fetch.replace_all_uses_with(fetch.args[0])
+    fetched = edit.map[program.marked("restored")[0]]
+    fetched.replace_all_uses_with(fetched.args[1])
     return done(edit, program)
 
 
 def an_update_that_stays(program: Program, plan: Plan) -> Program:
     edit = Edit(program)
-    edit.graph.erase_node(edit.map[program.marked("return")[-1]])
+    for role in ("stored", "return"):
+        edit.graph.erase_node(edit.map[program.marked(role)[-1]])
+    return done(edit, program)
+
+
+def a_fetch_two_units_ahead(program: Program, plan: Plan) -> Program:
+    edit = Edit(program)
+    first, *later = (edit.map[node] for node in program.marked("fetch"))
+    edit.move(later[:1], before=first)
+    return done(edit, program)
+
+
+def an_update_of_what_leaves(program: Program, plan: Plan) -> Program:
+    edit = Edit(program)
+    sent = edit.map[program.marked("return")[0]]
+    with edit.at(sent.next, "update"):
+        edit.call(torch.ops.aten.zero_.default, sent.args[1])
+    return done(edit, program)
+
+
+def a_return_that_is_not_waited_for(program: Program, plan: Plan) -> Program:
+    edit = Edit(program)
+    edit.graph.erase_node(edit.map[program.marked("stored")[-1]])
     return done(edit, program)
 
 
@@ -292,6 +314,9 @@ CASES = [
     Case("update", a_buffer_that_leaves, "_buffers_are_stored", r"buffer blocks\.1\.norm\..* leaves the step"),
     Case("offload", a_gather_from_the_host, "_only_copied", "_gather works on shard .* in host memory"),
     Case("offload", an_update_that_stays, "_only_copied", "is of state .*, and never goes back to the host"),
+    Case("offload", a_fetch_two_units_ahead, "_copies_end", "2 units' copies are under way, 1 at most may be"),
+    Case("offload", an_update_of_what_leaves, "_copies_end", "writes .*, of which a copy is under way"),
+    Case("offload", a_return_that_is_not_waited_for, "_copies_end", "is waited for 0 times in its phase"),
     Case("store_saved", a_copy_that_is_not_waited_for, "_copies_end", "is waited for 0 times in its phase"),
     Case("limit", a_gather_too_early, "_within_limit", r"3 units are gathered at once .*; the limit is 2", limit=2),
     Case("schedule", a_gather_too_early, "_within_limit", r"3 units are gathered at once .*; the limit is 2", limit=2),

@@ -126,7 +126,7 @@ def fit(
 def _less_and_less(first: _Tried, budget: _Budget) -> Iterator[_Tried]:
     """Programs that take less and less memory, each at a higher price than the one before."""
     policy, made = budget.plan.policy, list(first.stages)
-    before = made[: -len(passes.SCHEDULING)]
+    before = made[: _before(made, "limit")]
     for policy in _less_ahead(budget.plan):
         one = budget.made(before, policy, passes.SCHEDULING, f"prefetch={policy.prefetch}")
         if one is None:
@@ -134,7 +134,7 @@ def _less_and_less(first: _Tried, budget: _Budget) -> Iterator[_Tried]:
         yield one
     best = None
     for values, how in _values_freed(first, budget):
-        done = made[: _recomputed(made)]
+        done = made[: _before(made, "recompute")]
         rest = _from_recompute(budget.transforms)[: -len(passes.SCHEDULING)]
         again = (passes.recompute_saved(_nodes(values, stored=False)), *rest)
         away = [passes.store_saved(names)] if (names := _nodes(values, stored=True)) else []
@@ -145,7 +145,7 @@ def _less_and_less(first: _Tried, budget: _Budget) -> Iterator[_Tried]:
         yield one
     so_far = ""
     if best is not None and best.peak < first.peak:
-        before, so_far = best.stages[: -len(passes.SCHEDULING)], f"{best.how}, "
+        before, so_far = best.stages[: _before(best.stages, "limit")], f"{best.how}, "
     for fewer in _fewer_alive(policy, most_gathered(live_ranges(made[-1].graph))):
         one = budget.made(before, fewer, passes.SCHEDULING, f"{so_far}prefetch={fewer.prefetch}, limit={fewer.limit}")
         if one is None:
@@ -172,7 +172,7 @@ def _fewer_alive(policy: Policy, alive: int) -> Iterator[Policy]:
 
 def _values_freed(first: _Tried, budget: _Budget) -> Iterator[tuple[list[Saved], str]]:
     """Values that forward need not keep, more of them each time, with a description."""
-    done = _recomputed(first.stages)
+    done = _before(first.stages, "recompute")
     if not done or not _from_recompute(budget.transforms):
         return
     values = _candidates(first.stages[done - 1], budget)
@@ -209,9 +209,9 @@ def _said(chosen: Sequence[Saved], count: int) -> str:
     return ", ".join(parts)
 
 
-def _recomputed(stages: Sequence[Program]) -> int:
-    """The number of stages before `recompute`; 0 if it did not run."""
-    return next((at for at, one in enumerate(stages) if one.history and one.history[-1] == "recompute"), 0)
+def _before(stages: Sequence[Program], name: str) -> int:
+    """The number of stages before this pass; 0 if it did not run."""
+    return next((at for at, one in enumerate(stages) if one.history and one.history[-1] == name), 0)
 
 
 def _from_recompute(transforms: Sequence[passes.Pass]) -> Sequence[passes.Pass]:

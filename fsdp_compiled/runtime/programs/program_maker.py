@@ -90,7 +90,7 @@ class ProgramMaker:
         """
         load_named_bundle(mesh.world)
         self.captures = 0
-        graphs = plan.policy.cuda_graph if not plan.policy.offload else False
+        graphs = plan.policy.cuda_graph
         self.replays = replays or Replays(make_device(plan.device, graphs), graphs)
         self.model, self.plan, self.mesh, self.calls, self.called = model, plan, mesh, calls, called
         self.loss, self._opened, self._bind, self._plain = loss, opened, bind, {} if plain is None else plain
