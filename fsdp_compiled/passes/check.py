@@ -235,8 +235,27 @@ def _only_copied(checked: Checked, plan: Plan) -> None:
 
 
 def _copies_end(checked: Checked, plan: Plan) -> None:
-    if (found := odd_copy(checked.program)) is not None:
-        fail(checked.program, *found)
+    program = checked.program
+    rooms = {node for port, node in checked.inputs.items() if port.kind == "room"}
+    for room in rooms:
+        if odd := next((user for user in room.users if role_of(user) != "store"), None):
+            fail(program, odd, f"{odd.name} works on {room.name}, which a copy of forward's is to fill.")
+    under_way: dict[str, set[fx.Node]] = {"store": set(), "restore": set()}
+    for node in program.graph.nodes:
+        role = role_of(node)
+        if role in WAITS:
+            waits = [user for user in node.users if role_of(user) == WAITS[role]]
+            if len(waits) != 1 or waits[0].meta["phase"] != node.meta["phase"]:
+                fail(program, node, f"{node.name} is waited for {len(waits)} times in its phase, expected once.")
+            under_way[role].add(node)
+            if len(under_way[role]) > AHEAD:
+                fail(program, node, f"{len(under_way[role])} copies are under way, {AHEAD} at most may be.")
+        elif role in ("stored", "restored"):
+            for started in under_way.values():
+                started.difference_update(node.all_input_nodes)
+        if role == "stored" and (late := _read_later(node)) is not None:
+            read = node.all_input_nodes[1].name
+            fail(program, late, f"{late.name} reads {read}, which is in host memory by then.")
 
 
 ENDS: tuple[Invariant, ...] = (
@@ -259,30 +278,6 @@ INVARIANTS: dict[str, tuple[Invariant, ...]] = {
     "limit": (_within_limit,),
     "schedule": (_within_limit,),
 }
-
-
-def odd_copy(program: Program) -> tuple[fx.Node, str] | None:
-    """The first node that breaks an invariant of copies, and how."""
-    rooms = {node for port, node in program.inputs.items() if port.kind == "room"}
-    for room in rooms:
-        if odd := next((user for user in room.users if role_of(user) != "store"), None):
-            return odd, f"{odd.name} works on {room.name}, which a copy of forward's is to fill."
-    under_way: dict[str, set[fx.Node]] = {"store": set(), "restore": set()}
-    for node in program.graph.nodes:
-        role = role_of(node)
-        if role in WAITS:
-            waits = [user for user in node.users if role_of(user) == WAITS[role]]
-            if len(waits) != 1 or waits[0].meta["phase"] != node.meta["phase"]:
-                return node, f"{node.name} is waited for {len(waits)} times in its phase, expected once."
-            under_way[role].add(node)
-            if len(under_way[role]) > AHEAD:
-                return node, f"{len(under_way[role])} copies are under way, {AHEAD} at most may be."
-        elif role in ("stored", "restored"):
-            for started in under_way.values():
-                started.difference_update(node.all_input_nodes)
-        if role == "stored" and (late := _read_later(node)) is not None:
-            return late, f"{late.name} reads {node.all_input_nodes[1].name}, which is in host memory by then."
-    return None
 
 
 def _read_later(stored: fx.Node) -> fx.Node | None:
