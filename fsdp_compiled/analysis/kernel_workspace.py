@@ -171,26 +171,6 @@ def _casts(operands: Tensors, results: Tensors) -> int:
     return sum(operand.numel() * dtype.itemsize for operand in whole if operand.dtype != dtype)
 
 
-def _where(node: fx.Node, operands: Tensors, results: Tensors) -> int:
-    return _casts([operand for operand in operands if operand.dtype != torch.bool], results)
-
-
-def _dropout(node: fx.Node, operands: Tensors, results: Tensors) -> int:
-    return operands[0].nbytes  # the mask in the input's dtype; in backward, the product before it is scaled
-
-
-def _safe_softmax(node: fx.Node, operands: Tensors, results: Tensors) -> int:
-    return operands[0].numel()  # a mask of the scores that are minus infinity
-
-
-def _layer_norm_backward(node: fx.Node, operands: Tensors, results: Tensors) -> int:
-    return 2 * torch.get_num_threads() * math.prod(as_traced(node.args[2])) * operands[0].dtype.itemsize
-
-
-def _batch_norm_backward(node: fx.Node, operands: Tensors, results: Tensors) -> int:
-    return operands[1].nbytes
-
-
 def _blocks(operands: Tensors) -> tuple[int, int, int]:
     """Rows of queries, of keys, and the size of a head, in a block of flash attention."""
     query, key = operands[0], operands[1]
@@ -199,36 +179,33 @@ def _blocks(operands: Tensors) -> tuple[int, int, int]:
     return min(rows, length), min(512, key.shape[-2]), query.shape[-1]
 
 
-def _attention(node: fx.Node, operands: Tensors, results: Tensors) -> int:
+def _attention(operands: Tensors) -> int:
     rows, columns, head = _blocks(operands)
     return 4 * torch.get_num_threads() * (rows * columns + 2 * rows + rows * head)
 
 
-def _attention_backward(node: fx.Node, operands: Tensors, results: Tensors) -> int:
+def _attention_backward(operands: Tensors) -> int:
     rows, columns, _ = _blocks(operands[1:])
     return 4 * torch.get_num_threads() * (2 * rows * columns + rows)
 
 
-def _convolution(node: fx.Node, operands: Tensors, results: Tensors) -> int:
-    """Blocked copies of input and weight, then the blocked result beside the plain one."""
-    return max(operands[0].nbytes + operands[1].nbytes, results[0].nbytes)
-
-
-def _convolution_backward(node: fx.Node, operands: Tensors, results: Tensors) -> int:
-    """Blocked copies of the gradient and of the input; an input of few channels (the image) is read as it is."""
-    gradient, value = operands[0], operands[1]
-    return gradient.nbytes + (value.nbytes if value.shape[1] >= 16 else 0)
-
-
 _KERNELS: dict[Any, Callable[[fx.Node, Tensors, Tensors], int]] = {
-    aten.where.self: _where,
-    aten.native_dropout.default: _dropout,
-    aten.native_dropout_backward.default: _dropout,
-    aten._safe_softmax.default: _safe_softmax,
-    aten.native_layer_norm_backward.default: _layer_norm_backward,
-    aten.native_batch_norm_backward.default: _batch_norm_backward,
-    aten._scaled_dot_product_flash_attention_for_cpu.default: _attention,
-    aten._scaled_dot_product_flash_attention_for_cpu_backward.default: _attention_backward,
-    aten.convolution.default: _convolution,
-    aten.convolution_backward.default: _convolution_backward,
+    aten.where.self: lambda _, read, made: _casts([one for one in read if one.dtype != torch.bool], made),
+    # The mask in the input's dtype; in backward, the product before it is scaled.
+    aten.native_dropout.default: lambda _, read, made: read[0].nbytes,
+    aten.native_dropout_backward.default: lambda _, read, made: read[0].nbytes,
+    # A mask of the scores that are minus infinity.
+    aten._safe_softmax.default: lambda _, read, made: read[0].numel(),
+    aten.native_layer_norm_backward.default: lambda node, read, made: (
+        2 * torch.get_num_threads() * math.prod(as_traced(node.args[2])) * read[0].dtype.itemsize
+    ),
+    aten.native_batch_norm_backward.default: lambda _, read, made: read[1].nbytes,
+    aten._scaled_dot_product_flash_attention_for_cpu.default: lambda _, read, made: _attention(read),
+    aten._scaled_dot_product_flash_attention_for_cpu_backward.default: lambda _, read, made: _attention_backward(read),
+    # Blocked copies of input and weight, then the blocked result beside the plain one.
+    aten.convolution.default: lambda _, read, made: max(read[0].nbytes + read[1].nbytes, made[0].nbytes),
+    # Blocked copies of the gradient and of the input; an input of few channels (the image) is read as it is.
+    aten.convolution_backward.default: lambda _, read, made: (
+        read[0].nbytes + (read[1].nbytes if read[1].shape[1] >= 16 else 0)
+    ),
 }

@@ -182,7 +182,8 @@ def saved_values(program: Program, plan: Plan) -> list[Saved]:
     graph = program.graph
     parameters = set().union(*gathered(graph).values())
     forward = [node for node in graph.nodes if node.op == "call_function" and node.meta["phase"] == "forward"]
-    crossing = [node for node in forward if any(_in_backward(user) for user in node.users) and node not in parameters]
+    later = {node for node in graph.nodes if node.op == "call_function" and node.meta["phase"] != "forward"}
+    crossing = [node for node in forward if not later.isdisjoint(node.users) and node not in parameters]
     kept: dict[fx.Node, list[fx.Node]] = {}  # by the node that has the memory: what of it backward reads
     for node in crossing:
         kept.setdefault(base_of(node, parameters), []).append(node)
@@ -228,10 +229,6 @@ def cheapest(values: Sequence[Saved], wanted: int) -> list[Saved]:
         else:
             dropped.append(value)
     return dropped[::-1]
-
-
-def _in_backward(node: fx.Node) -> bool:
-    return node.op == "call_function" and node.meta["phase"] != "forward"
 
 
 def _bytes_kept(base: fx.Node, reads: Sequence[fx.Node]) -> int:

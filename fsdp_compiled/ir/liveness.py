@@ -41,9 +41,6 @@ class LiveRange:
     def first_use(self, phase: Phase) -> fx.Node | None:
         return next((node for node in self.uses if node.op == "call_function" and node.meta["phase"] == phase), None)
 
-    def overlaps(self, other: LiveRange) -> bool:
-        return self.start <= other.stop and other.start <= self.stop
-
 
 def live_ranges(graph: fx.Graph) -> list[LiveRange]:
     """All live ranges, in the order in which their gathers start."""
@@ -52,11 +49,15 @@ def live_ranges(graph: fx.Graph) -> list[LiveRange]:
     for node in graph.nodes:
         if role_of(node) == "gather":
             mine = _live_range(node, order)
-            same = next((one for one in found if one.unit == mine.unit and one.overlaps(mine)), None)
-            if same is None:
+            same = [one for one in found if one.unit == mine.unit and one.start <= mine.stop and mine.start <= one.stop]
+            if not same:
                 found.append(mine)
-            else:
-                _merge(same, mine, order)
+                continue
+            one = same[0]
+            one.gathers += mine.gathers
+            one.aliases |= mine.aliases
+            one.uses = sorted({*one.uses, *mine.uses}, key=order.__getitem__)
+            one.start, one.stop = min(one.start, mine.start), max(one.stop, mine.stop)
     return found
 
 
@@ -85,10 +86,3 @@ def _live_range(gather: fx.Node, order: dict[fx.Node, int]) -> LiveRange:
     in_order = sorted(uses, key=order.__getitem__)
     stop = max(order[node] for node in {gather, *aliases, *uses})
     return LiveRange(gather.meta["mark"].unit, [gather], aliases, in_order, order[gather], stop)
-
-
-def _merge(one: LiveRange, other: LiveRange, order: dict[fx.Node, int]) -> None:
-    one.gathers += other.gathers
-    one.aliases |= other.aliases
-    one.uses = sorted({*one.uses, *other.uses}, key=order.__getitem__)
-    one.start, one.stop = min(one.start, other.start), max(one.stop, other.stop)

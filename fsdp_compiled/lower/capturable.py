@@ -137,20 +137,11 @@ def _inputs(program: Program, device: torch.device) -> Iterator[str]:
             )
 
 
-def _reads(node: fx.Node, _: torch.device) -> bool:
-    tags = getattr(node.target, "tags", ())
-    return node.target in READS or torch.Tag.data_dependent_output in tags
-
-
 def _masks(node: fx.Node, _: torch.device) -> bool:
     if node.target not in INDEXING:
         return False
     indices = (leaf for leaf in pytree.tree_leaves(node.args[1]) if isinstance(leaf, fx.Node))
     return any(index.meta["val"].dtype in (torch.bool, torch.uint8) for index in indices)
-
-
-def _sized_by_values(node: fx.Node, _: torch.device) -> bool:
-    return torch.Tag.dynamic_output_shape in getattr(node.target, "tags", ()) and node.target not in INDEXING
 
 
 def _elsewhere(node: fx.Node, device: torch.device) -> bool:
@@ -165,10 +156,6 @@ def _own_generator(node: fx.Node, _: torch.device) -> bool:
     return is_random(node) and (
         node.kwargs.get("generator") is not None or any(isinstance(one, torch.Generator) for one in given)
     )
-
-
-def _saves_random_state(node: fx.Node, _: torch.device) -> bool:
-    return "rng_state" in getattr(node.target, "__name__", "")
 
 
 def _unawaited(node: fx.Node, _: torch.device) -> bool:
@@ -192,13 +179,21 @@ def _awaits_outside(node: fx.Node, _: torch.device) -> bool:
 
 
 RULES: tuple[tuple[Callable[[fx.Node, torch.device], bool], str], ...] = (
-    (_reads, "the host reads a number from the device here. Keep it a tensor (no .item(), int(), if on a tensor)."),
+    (
+        lambda node, _: node.target in READS or torch.Tag.data_dependent_output in getattr(node.target, "tags", ()),
+        "the host reads a number from the device here. Keep it a tensor (no .item(), int(), if on a tensor).",
+    ),
     (_masks, "a mask picks elements, and the host must count them. Use torch.where or masked_fill."),
-    (_sized_by_values, "the size of the result depends on values, which the host must read. Use a fixed size."),
+    (
+        lambda node, _: (
+            torch.Tag.dynamic_output_shape in getattr(node.target, "tags", ()) and node.target not in INDEXING
+        ),
+        "the size of the result depends on values, which the host must read. Use a fixed size.",
+    ),
     (_elsewhere, "a value is made on the CPU. Make it on the model's device: torch.tensor(..., device=x.device)."),
     (_own_generator, "it draws from a generator of its own, whose state the host holds. Use the default generator."),
     (
-        _saves_random_state,
+        lambda node, _: "rng_state" in getattr(node.target, "__name__", ""),
         "the generator's state is saved on the host here. Give checkpoint(preserve_rng_state=False).",
     ),
     (_unawaited, "a collective is started and not waited for, which leaves its stream out of the graph."),

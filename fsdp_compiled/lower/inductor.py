@@ -77,8 +77,7 @@ def compile_all(pieces: Mapping[str, Piece]) -> dict[str, Call]:
         return _artifact(piece)
 
     with remembered(folder()), compile_together(folder()):
-        for key in _largest_first(pieces):
-            piece = pieces[key]
+        for key, piece in sorted(pieces.items(), key=lambda item: -len(item[1].nodes)):
             full = hashlib.sha256(f"{around} {key}".encode()).hexdigest()
             made = _compiled.get(full)
             if made is None:
@@ -121,10 +120,6 @@ def cache_place(device: torch.device) -> tuple[str, str, str]:
 def divide(pieces: Mapping[str, Piece], count: int) -> list[dict[str, Piece]]:
     """Divides the pieces among this many ranks, each piece to one rank, the largest first."""
     return dealt_out(pieces, count, lambda piece: len(piece.nodes) + ITSELF)
-
-
-def _largest_first(pieces: Mapping[str, Piece]) -> list[str]:
-    return sorted(pieces, key=lambda key: -len(pieces[key].nodes))
 
 
 def _around() -> str:

@@ -209,27 +209,16 @@ def whole_gradients(backward: Program) -> Program:
     result depends on has none.
     """
     edit = Edit(backward)
-    for key, flat in flat_gradients(edit).items():
-        edit.set_output(Port("out", "whole gradient", key), flat)
-    for port in list(edit.outputs):
-        if port.kind == "gradient":
-            edit.remove_output(port)
+    for port, node in edit.outputs.items():
+        if port.kind != "gradient":
+            continue
+        while node is not None and role_of(node) != "flatten":
+            node = node.all_input_nodes[0]
+        if node is not None and node.all_input_nodes:
+            edit.set_output(Port("out", "whole gradient", port.name), node)
+        edit.remove_output(port)
     edit.sweep()  # this leaves an unused all-reduce that writes its input
     for node in list(edit.graph.nodes):
         if role_of(node) == "reduce" and not node.users:
             edit.graph.erase_node(node)
     return edit.done("whole_gradients")
-
-
-def flat_gradients(backward: Program | Edit) -> dict[str, fx.Node]:
-    """The flat gradients that are reduced, by the buffer's key; a buffer that no result depends on has none."""
-    gradients = {port.name: node for port, node in backward.outputs.items() if port.kind == "gradient"}
-    flats = {key: _flat(node) for key, node in gradients.items() if node is not None}
-    return {key: flat for key, flat in flats.items() if flat.all_input_nodes}
-
-
-def _flat(node: fx.Node) -> fx.Node:
-    """The flat gradient that a reduced one is made of."""
-    while role_of(node) != "flatten":
-        node = node.all_input_nodes[0]
-    return node

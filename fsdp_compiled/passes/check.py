@@ -238,8 +238,32 @@ def _only_copied(checked: Checked, plan: Plan) -> None:
 
 
 def _copies_end(checked: Checked, plan: Plan) -> None:
-    if (found := odd_copy(checked.program)) is not None:
-        fail(checked.program, *found)
+    program = checked.program
+    rooms = {node for port, node in checked.inputs.items() if port.kind == "room"}
+    for room in rooms:
+        if odd := next((user for user in room.users if role_of(user) != "store"), None):
+            fail(program, odd, f"{odd.name} works on {room.name}, which a copy of forward's is to fill.")
+    under_way: dict[str, dict[fx.Node, str]] = {role: {} for role in WAITS}
+    for node in program.graph.nodes:
+        role = role_of(node)
+        if role in WAITS:
+            wait, most = WAITS[role]
+            waits = [user for user in node.users if role_of(user) == wait]
+            if len(waits) != 1 or waits[0].meta["phase"] != node.meta["phase"]:
+                fail(program, node, f"{node.name} is waited for {len(waits)} times in its phase, expected once.")
+            under_way[role][node] = node.name if most == AHEAD else node.meta["mark"].unit
+            if (many := len({*under_way[role].values()})) > most:
+                what = "copies" if most == AHEAD else "units' copies"
+                fail(program, node, f"{many} {what} are under way, {most} at most may be.")
+            sent = versions(node.all_input_nodes[1]) if wait == "stored" else []
+            if odd := next((user for one in sent for user in one.users if one in mutated(user) and user > node), None):
+                fail(program, odd, f"{odd.name} writes {sent[0].name}, of which a copy is under way.")
+        elif role in ("stored", "restored"):
+            for started in under_way.values():
+                started.pop(node.all_input_nodes[0], None)
+        if role == "stored" and (late := _read_later(node)) is not None:
+            read = node.all_input_nodes[1].name
+            fail(program, late, f"{late.name} reads {read}, which is in host memory by then.")
 
 
 ENDS: tuple[Invariant, ...] = (
@@ -262,35 +286,6 @@ INVARIANTS: dict[str, tuple[Invariant, ...]] = {
     "limit": (_within_limit,),
     "schedule": (_within_limit,),
 }
-
-
-def odd_copy(program: Program) -> tuple[fx.Node, str] | None:
-    """The first node that breaks an invariant of copies, and how."""
-    rooms = {node for port, node in program.inputs.items() if port.kind == "room"}
-    for room in rooms:
-        if odd := next((user for user in room.users if role_of(user) != "store"), None):
-            return odd, f"{odd.name} works on {room.name}, which a copy of forward's is to fill."
-    under_way: dict[str, dict[fx.Node, str]] = {role: {} for role in WAITS}
-    for node in program.graph.nodes:
-        role = role_of(node)
-        if role in WAITS:
-            wait, most = WAITS[role]
-            waits = [user for user in node.users if role_of(user) == wait]
-            if len(waits) != 1 or waits[0].meta["phase"] != node.meta["phase"]:
-                return node, f"{node.name} is waited for {len(waits)} times in its phase, expected once."
-            under_way[role][node] = node.name if most == AHEAD else node.meta["mark"].unit
-            if (many := len({*under_way[role].values()})) > most:
-                what = "copies" if most == AHEAD else "units' copies"
-                return node, f"{many} {what} are under way, {most} at most may be."
-            sent = versions(node.all_input_nodes[1]) if wait == "stored" else []
-            if odd := next((user for one in sent for user in one.users if one in mutated(user) and user > node), None):
-                return odd, f"{odd.name} writes {sent[0].name}, of which a copy is under way."
-        elif role in ("stored", "restored"):
-            for started in under_way.values():
-                started.pop(node.all_input_nodes[0], None)
-        if role == "stored" and (late := _read_later(node)) is not None:
-            return late, f"{late.name} reads {node.all_input_nodes[1].name}, which is in host memory by then."
-    return None
 
 
 def _read_later(stored: fx.Node) -> fx.Node | None:

@@ -14,7 +14,7 @@ keeps a full copy, the shard is the whole buffer and nothing is gathered.
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Mapping
+from collections.abc import Container, Mapping
 from dataclasses import replace
 from itertools import groupby
 from operator import getitem
@@ -59,7 +59,7 @@ def _gather_unit(edit: Edit, plan: Plan, shards: dict[Buffer, fx.Node], given: M
             for name, view in _parameters(edit, plan, shards, used):
                 view.meta["parameter"] = name
                 used[name].replace_all_uses_with(view)
-    edit.remove_inputs([_port(name) for name in used])
+    edit.remove_inputs([Port("in", "parameter", name) for name in used])
 
 
 def _parameters(
@@ -80,17 +80,9 @@ def _parameters(
     def make() -> list[fx.Node]:
         return [view for buffer, full in _full(edit, plan, shards) for _, view in _views(edit, buffer, full, used)]
 
-    views = edit.again((lying, *reached), list(shards.values()), _of(shards), make)
+    of = Scope(next(iter(shards)).unit, tuple([buffer.key for buffer in shards]))
+    views = edit.again((lying, *reached), list(shards.values()), of, make)
     return list(zip(used, views, strict=True))
-
-
-def _of(buffers: Iterable[Buffer]) -> Scope:
-    buffers = tuple(buffers)
-    return Scope(buffers[0].unit, tuple([buffer.key for buffer in buffers]))
-
-
-def _port(name: str) -> Port:
-    return Port("in", "parameter", name)
 
 
 def _shard(edit: Edit, buffer: Buffer, plan: Plan) -> fx.Node:
