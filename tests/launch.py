@@ -75,13 +75,6 @@ def told(call: Callable[[], Any]) -> str:
     return "nothing"
 
 
-def write_for_all(found: Any, result: str) -> None:
-    """What each rank found, by rank, as `launch` reads it; collective."""
-    every = of_all(found)
-    if dist.get_rank() == 0:
-        Path(result).write_text(json.dumps(every))
-
-
 def of_all(found: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
     """What each rank found, by rank; collective."""
     every: list[Any] = [None] * dist.get_world_size(group)

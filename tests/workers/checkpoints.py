@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import sys
 import threading
 from pathlib import Path
 from types import SimpleNamespace
@@ -28,7 +27,7 @@ from fsdp_compiled.runtime.checkpoint.chunks import Place, held
 from fsdp_compiled.runtime.checkpoint.saving import Image
 from tests import generated_models
 from tests.chosen import examples
-from tests.launch import of_all, told, write_for_all
+from tests.launch import answer, of_all, told
 from tests.parts import Seen, parts
 
 SEEDS = range(examples(3, 5))  # of generated models
@@ -310,10 +309,9 @@ def at_once(folder: Path) -> dict[str, Any]:
     return found
 
 
-def main() -> None:
-    result = {"save": save, "load": load}[sys.argv[3]](Path(sys.argv[2]))
-    write_for_all(result, sys.argv[1])
+def main(folder: str, what: str) -> list[Any]:
+    return of_all({"save": save, "load": load}[what](Path(folder)))
 
 
 if __name__ == "__main__":
-    main()
+    answer(main)

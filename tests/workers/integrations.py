@@ -6,8 +6,6 @@ integrations.py RESULT NAME ...
 from __future__ import annotations
 
 import hashlib
-import json
-import sys
 import tempfile
 import warnings
 from pathlib import Path
@@ -20,6 +18,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from fsdp_compiled import FSDPModule
+from tests.launch import answer
 
 VOCABULARY, WIDTH = 32, 16
 
@@ -198,15 +197,10 @@ def broken() -> list[Any]:
 LOOPS = {loop.__name__: loop for loop in (accelerated, half, efficient, trained)}
 
 
-def main(result: str, names: list[str]) -> None:
+def main(*names: str) -> dict[str, Any]:
     warnings.simplefilter("ignore")
-    found: dict[str, Any] = {name: {face: LOOPS[name](face) for face in ("FSDP2", "ours")} for name in names}
-    found["broken"] = broken()
-    if dist.get_rank() == 0:
-        Path(result).write_text(json.dumps(found))
+    return {name: {face: LOOPS[name](face) for face in ("FSDP2", "ours")} for name in names} | {"broken": broken()}
 
 
 if __name__ == "__main__":
-    dist.init_process_group("gloo")
-    main(sys.argv[1], sys.argv[2:])
-    dist.destroy_process_group()
+    answer(main)

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import functools
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from tempfile import TemporaryDirectory
@@ -18,8 +17,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from fsdp_compiled import OuterSGD, Policy, Sharded, compile_sharded
-from fsdp_compiled.distributed.process_group import close
-from tests.launch import of_all, told, write_for_all
+from tests.launch import answer, of_all, told
 
 EVERY, STEPS = 3, 7  # the last step is between exchanges
 
@@ -361,9 +359,8 @@ def disagreeing(case: Case) -> dict[str, Any]:
     return found
 
 
-def main(result: str) -> None:
+def main() -> list[Any]:
     torch.set_num_threads(1)
-    dist.init_process_group("gloo") if not dist.is_initialized() else None
     two = dist.get_world_size() == 2
     found: dict[str, Any] = {name: beside(case) for name, case in (TWO if two else FOUR).items()}
     found["int8"] = {
@@ -373,9 +370,8 @@ def main(result: str) -> None:
     if two:
         case = Case("ddp", flat=True, optimizer="adamw")
         found |= {"resumed": resumed(case), "between": between(case), "disagreeing": disagreeing(case)}
-    write_for_all(found, result)
-    close()
+    return of_all(found)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    answer(main)

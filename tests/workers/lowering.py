@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import json
-import sys
 from collections import Counter
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -17,10 +14,9 @@ from torch._dynamo.utils import counters
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fsdp_compiled import Policy, Sharded, compile_sharded
-from fsdp_compiled.distributed.process_group import close
 from fsdp_compiled.ir.nodes import is_collective
 from fsdp_compiled.lower import inductor
-from tests.launch import of_all
+from tests.launch import answer, of_all
 from tests.parts import parts
 
 
@@ -136,13 +132,11 @@ CASES = {
     "order inductor": lambda: order("inductor"),
 }
 
-if __name__ == "__main__":
+
+def main(*names: str) -> dict[str, list[Any]]:
     torch.set_num_threads(1)
-    dist.init_process_group("gloo")
-    found: dict[str, list[Any]] = {}
-    for case in sys.argv[2:]:
-        found[case] = of_all(CASES[case]())
-    if dist.get_rank() == 0:
-        Path(sys.argv[1]).write_text(json.dumps(found))
-    dist.barrier()
-    close()
+    return {name: of_all(CASES[name]()) for name in names}
+
+
+if __name__ == "__main__":
+    answer(main)

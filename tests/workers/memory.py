@@ -5,12 +5,9 @@
 
 from __future__ import annotations
 
-import json
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,6 +18,7 @@ from fsdp_compiled.analysis.memory import Memory
 from fsdp_compiled.cli.gpt import GPT, GPTConfig, next_byte_loss
 from fsdp_compiled.runtime.sharded import Sharded
 from tests.allocator import Gathers, Recording, Waited, held, record
+from tests.launch import answer
 from tests.parts import parts
 
 LOST = 256  # bytes that a step may leave behind: its loss and norm
@@ -94,6 +92,4 @@ def measure() -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    results = measure()
-    if dist.get_rank() == 0:
-        Path(sys.argv[1]).write_text(json.dumps(results))
+    answer(measure)

@@ -6,7 +6,6 @@ torchrun --nproc-per-node 2 moving_sizes.py RESULT
 from __future__ import annotations
 
 import copy
-import sys
 from functools import partial
 from typing import Any
 
@@ -16,7 +15,7 @@ import torch.distributed.fsdp as theirs
 
 import fsdp_compiled as ours
 from fsdp_compiled.distributed.mesh import RankError
-from tests.launch import told, write_for_all
+from tests.launch import answer, of_all, told
 from tests.loops import GPT, VOCABULARY, different, weights
 from tests.toys import EAGER, batches, mse, sgd
 
@@ -99,8 +98,9 @@ def refused() -> Any:
     return [halves, sharded.captures]
 
 
+def main() -> list[Any]:
+    return of_all({case.__name__: case() for case in (step, loop, sizes_by_rank, refused)})
+
+
 if __name__ == "__main__":
-    dist.init_process_group("gloo")
-    cases = {"step": step, "loop": loop, "sizes_by_rank": sizes_by_rank, "refused": refused}
-    found = {name: case() for name, case in cases.items()}
-    write_for_all(found, sys.argv[1])
+    answer(main)

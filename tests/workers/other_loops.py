@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import random
-import sys
 import warnings
 from typing import Any
 
@@ -19,6 +18,7 @@ import torch.nn.functional as F
 from integrations import VOCABULARY, WIDTH, Net, as_new, digest, folder, rows, switch
 
 import fsdp_compiled as ours
+from tests.launch import answer
 
 API = {"FSDP2": theirs, "ours": ours}
 LLAMA = {
@@ -236,8 +236,5 @@ def trl(face: str) -> list[Any]:
 if __name__ == "__main__":
     os.environ["HF_HUB_OFFLINE"] = "1"
     warnings.simplefilter("ignore")
-    dist.init_process_group("gloo")
     integrations.LOOPS |= {loop.__name__: loop for loop in (fabric, lightning_trainer, peft, trl)}
-    integrations.main(sys.argv[1], sys.argv[2:])
-    if dist.is_initialized():
-        dist.destroy_process_group()
+    answer(integrations.main)

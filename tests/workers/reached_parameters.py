@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import nn
 
 from fsdp_compiled import fully_shard
-from tests.launch import told, write_for_all
+from tests.launch import answer, of_all, told
 
 WORLD = 3
 
@@ -113,16 +113,14 @@ def refused(result: str, which: str) -> None:
         Path(result).write_text(json.dumps([one.read_text() for one in everyone]))
 
 
-def main(result: str, which: list[str]) -> None:
-    if which[0] == "refused":
-        refused(result, which[1])
-        return
+def main(*which: str) -> list[Any]:
     found = {name: [trained(name, True)] if name != "accumulated" else [accumulated()] for name in which}
-    write_for_all(found | {"without": trained("alike", False)}, result)
+    return of_all(found | {"without": trained("alike", False)})
 
 
 if __name__ == "__main__":
-    dist.init_process_group("gloo")
-    main(sys.argv[1], sys.argv[2:])
-    if dist.is_initialized():
-        dist.destroy_process_group()
+    if sys.argv[2] == "refused":
+        dist.init_process_group("gloo")
+        refused(sys.argv[1], sys.argv[3])
+    else:
+        answer(main)

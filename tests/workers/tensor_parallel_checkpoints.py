@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 import warnings
 from pathlib import Path
 from typing import Any
@@ -26,7 +25,7 @@ from fsdp_compiled.distributed.mesh import Mesh
 from fsdp_compiled.runtime.checkpoint import checkpoints
 from fsdp_compiled.runtime.checkpoint.chunks import Place
 from tests.cut_models import VOCABULARY, Net, loss_fn
-from tests.launch import of_all, told, write_for_all
+from tests.launch import answer, of_all, told
 from tests.parts import Seen, parts
 from tests.workers.checkpoints import Count
 
@@ -251,13 +250,9 @@ def load(folder: Path) -> dict[str, Any]:
     return found
 
 
-def main() -> None:
-    dist.init_process_group("gloo")
-    result = {"save": save, "load": load}[sys.argv[3]](Path(sys.argv[2]))
-    write_for_all(result, sys.argv[1])
-    dist.barrier()
-    dist.destroy_process_group()
+def main(folder: str, what: str) -> list[Any]:
+    return of_all({"save": save, "load": load}[what](Path(folder)))
 
 
 if __name__ == "__main__":
-    main()
+    answer(main)
