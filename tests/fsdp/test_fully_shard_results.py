@@ -297,3 +297,36 @@ def test_a_slice_of_a_container_is_of_its_own_class() -> None:
     fully_shard(model[0])
     fully_shard(model)
     assert type(model[1:]) is nn.Sequential and type(model[:1][0]) is type(model[0])
+
+
+class Twice(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two, self.three = (nn.Linear(64, 64) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.three(self.one(x) * self.two(x))  # type: ignore[no-any-return]
+
+
+class Residual(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.blocks = nn.Linear(64, 64), nn.ModuleList(Twice() for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.first(x)
+        for block in self.blocks:
+            h = h + block(h)
+        return h
+
+
+def test_gradients_of_a_block_that_reads_its_input_twice_add_up_as_in_eager_pytorch() -> None:
+    x, found = torch.randn(50, 64, generator=torch.Generator().manual_seed(0)), []
+    for shards in (False, True):
+        model = Residual()
+        for one in [*model.blocks, model] if shards else []:
+            fully_shard(one)
+        model(x).square().mean().backward()
+        found.append([full([one.grad])[0] if shards else one.grad for one in model.parameters()])
+    assert same(*found)
