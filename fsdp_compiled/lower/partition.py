@@ -25,6 +25,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from fsdp_compiled.analysis.roofline import flops, nbytes
 from fsdp_compiled.ir.nodes import ASSERT, HOST, is_collective, is_random, is_wait, mutated, origin, role_of
 from fsdp_compiled.kernels.operators import KERNELS
 from fsdp_compiled.lower.piece import FEW, Piece, is_borrowed, is_size, is_tensor, numel
@@ -99,7 +100,9 @@ def _whole(cutter: _Cutter) -> list[fx.Node | list[fx.Node]]:
         part = reduce_scatter(cat(...))
         add           # what is left of layers.1
 
-    So that a block makes the same piece whether or not a unit begins or ends with it.
+    So that a block makes the same piece whether or not a unit begins or ends with it. A norm that hands on float32 is
+    joined to the piece that multiplies by its weight: to write and read that takes longer than the norm, which can then
+    no longer run while the block's weights arrive. One that hands on what the products read stays in front of the wait.
     """
     kept: list[fx.Node | list[fx.Node]] = []
     between: list[fx.Node] = []
@@ -114,7 +117,7 @@ def _whole(cutter: _Cutter) -> list[fx.Node | list[fx.Node]]:
             if _is_movable(run) and not any(_reads(node, changed.union(between)) for node in run):
                 before += run
                 continue
-            if _is_movable(before) and not (
+            if (_is_movable(before) or _hands_more(before)) and not (
                 any(_reads(node, set(before)) for node in between) or any(_reads(node, changed) for node in before)
             ):
                 kept.remove(before)
@@ -126,6 +129,14 @@ def _whole(cutter: _Cutter) -> list[fx.Node | list[fx.Node]]:
 
 def _is_movable(run: list[fx.Node]) -> bool:
     return len(run) <= SHORT and not any(mutated(node) for node in run)
+
+
+def _hands_more(run: list[fx.Node]) -> bool:
+    """Whether the run multiplies no matrices and makes more bytes than it reads, such as a norm before its weight: a
+    piece by itself would write them to memory for the next piece to read."""
+    piece = Piece(run)
+    given, made = (sum(nbytes(node.meta["val"]) for node in nodes) for nodes in (piece.inputs, piece.outputs))
+    return made > given and not any(mutated(node) or flops(node) for node in run)
 
 
 def _reads(node: fx.Node, others: Collection[fx.Node]) -> bool:

@@ -12,11 +12,13 @@ import torch
 import torch.nn.functional as F
 from hypothesis import HealthCheck, Phase, given, settings
 from torch import fx
+from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from bench import host_time
 from fsdp_compiled import Policy, Program, compile_sharded
 from fsdp_compiled.cli.gpt import GPT, GPTConfig
 from fsdp_compiled.ir.nodes import is_collective, is_view, mutated, role_of
+from fsdp_compiled.lower import partition
 from fsdp_compiled.lower.inductor import divide
 from fsdp_compiled.lower.partition import segments
 from fsdp_compiled.lower.piece import FEW, Piece
@@ -162,3 +164,42 @@ def test_a_key_that_mistakes_pieces_for_each_other_is_noticed(monkeypatch: pytes
     monkeypatch.setattr(Piece, "key", lambda piece: updates.get(piece.nodes[-1].meta["phase"]) or key(piece))
     with pytest.raises((RuntimeError, AssertionError, KeyError)):
         assert differences(recipe) == []
+
+
+class Normed(torch.nn.Module):
+    """A block whose norm multiplies by its weight in float32, or in the dtype that the products read."""
+
+    def __init__(self, half: bool) -> None:
+        super().__init__()
+        self.weight, self.up = torch.nn.Parameter(torch.ones(64)), torch.nn.Linear(64, 64)
+        self.half = half
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = x.float()
+        y = y * torch.rsqrt(y.square().mean(-1, keepdim=True) + 1e-6)
+        y = self.weight * y.to(x.dtype) if self.half else (self.weight * y).to(x.dtype)
+        return x + self.up(y)
+
+
+@pytest.mark.parametrize("half", [False, True])
+def test_a_norm_before_a_wait_is_in_the_piece_that_reads_its_float32(
+    half: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = models.Stack(3, 64)
+    model.layers = torch.nn.ModuleList(Normed(half) for _ in range(3))
+    precision = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    policy = Policy(lower="eager", bucket_mb=0, precision=precision, recompute=None)
+    batch = (torch.randn(32, 64, dtype=torch.bfloat16),)
+    found, plan = simulate.stages(model, None, None, batch, policy, kind="forward")
+
+    def count() -> tuple[int, int]:
+        made = pieces(found[-1], plan.blocks)
+        return len(made), sum(node.meta["val"].nbytes for piece in made for node in piece.outputs)
+
+    joined = count()
+    monkeypatch.setattr(partition, "_hands_more", lambda run: False)  # the control
+    apart = count()
+    if half:  # nothing more is written, and it can run while the weights arrive
+        assert joined == apart
+    else:
+        assert apart[0] - joined[0] == 3 and apart[1] - joined[1] == 3 * 32 * 64 * 4
