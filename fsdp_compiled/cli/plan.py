@@ -67,7 +67,7 @@ def run_plan(options: argparse.Namespace, _: Sequence[str]) -> int:
     found = plan(
         model_of(options.model), options.gpus, options.node, options.nic, seq=options.seq, batch=options.batch,
         memory=options.memory, tokens=options.tokens, dollars=options.dollars, picture=options.picture is not None,
-        ways=lambda way: way.tp in options.tp and way.rows in options.rows,
+        ways=lambda way: way.tp in options.tp and way.rows in options.rows, processes=2,
     )  # fmt: skip
     if options.json is not None:
         options.json.write_text(found.json() + "\n")

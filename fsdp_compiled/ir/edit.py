@@ -101,7 +101,8 @@ class Edit:
             self.graph = copied(map(row_of, program.graph.nodes), names_of(program.graph), self.map)
         self._end = self.graph.output_node()
         self.mode = fake_mode(self.graph)
-        self._result = Inference(self.mode)
+        known = program.inferred
+        self._result = known if known is not None and known.mode is self.mode else Inference(self.mode)
         self._before = program
         given = Program(self.graph, program.ports, ())
         self._inputs, self._outputs = given.inputs, given.outputs
@@ -295,7 +296,7 @@ class Edit:
         self.sweep(dict.fromkeys([*self._calls, *self._left]) if keeps_readers else None)
         ports = (*self._inputs, *self._outputs)
         history, notes = (*self._before.history, name), (*self._before.notes, *notes)
-        return Program(self.graph, ports, history, notes, edits=self._before.edits + 1)
+        return Program(self.graph, ports, history, notes, edits=self._before.edits + 1, inferred=self._result)
 
 
 def _missing(wanted: list[fx.Node], nodes: Collection[fx.Node], made: Collection[fx.Node]) -> set[fx.Node]:

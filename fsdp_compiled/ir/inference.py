@@ -95,11 +95,11 @@ class Alike:
 
 
 class Inference(Alike):
-    """Works out calls for one graph, and remembers them."""
+    """Works out calls for the graphs of one fake mode, and remembers them, from pass to pass."""
 
     def __init__(self, mode: FakeTensorMode) -> None:
         super().__init__()
-        self._mode = mode
+        self.mode = mode
         self._known: dict[Hashable, tuple[Any, Any]] = {}
 
     def __call__(self, target: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -110,10 +110,10 @@ class Inference(Alike):
         try:
             key = (id(target), *self._key((args, kwargs), tensors))
         except _Odd:
-            return propagate(self._mode, target, _values(args), _values(kwargs))
+            return propagate(self.mode, target, _values(args), _values(kwargs))
         if (known := self._known.get(key)) is not None:
             return self._made(known[1], tensors)
-        value = propagate(self._mode, target, _values(args), _values(kwargs))
+        value = propagate(self.mode, target, _values(args), _values(kwargs))
         with suppress(_Odd):
             places = {id(tensor): place for place, tensor in enumerate(tensors)}
             self._known[key] = target, self._described(value, places)  # which keeps the operator, and so its identity
@@ -132,7 +132,7 @@ class Inference(Alike):
     def _made(self, described: Any, tensors: Sequence[torch.Tensor]) -> Any:
         kind = type(described)
         if kind is _Result:
-            made = fake_tensor(self._mode, *described.layout)
+            made = fake_tensor(self.mode, *described.layout)
             self._layouts[id(made)] = made, described.number
             return made
         if isinstance(described, tuple | list):

@@ -18,11 +18,12 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterator
-from dataclasses import astuple, dataclass, replace
+from dataclasses import astuple, dataclass, field, replace
 from typing import Any, Literal
 
 from torch import fx
 
+from fsdp_compiled.ir.inference import Inference
 from fsdp_compiled.ir.nodes import (
     Mark,
     Role,
@@ -138,6 +139,7 @@ class Program:
     peak: Callable[[], str] = str  # the node at which memory peaks, for people; empty where it is not known
     edits: int = 0  # the number of edits that made the graph
     donated: bool = False  # whether its holder gives it up: an `Edit` then takes the graph instead of copying it
+    inferred: Inference | None = field(default=None, compare=False, repr=False)  # what its edits worked out
 
     @property
     def inputs(self) -> dict[Port, fx.Node]:

@@ -12,221 +12,34 @@ If it does not fit, the next one takes its place.
 
 from __future__ import annotations
 
-import json
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import asdict, dataclass, field, replace
-from functools import cached_property
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Executor, ProcessPoolExecutor
+from contextlib import nullcontext, suppress
+from dataclasses import replace
+from functools import cached_property, partial
 from itertools import product
-from pathlib import Path
+from multiprocessing import get_context
 from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from fsdp_compiled.analysis.roofline import computes, flops, seconds_of
-from fsdp_compiled.plan.hardware import ERROR, GIB, Cluster, bits, gpus
+from fsdp_compiled.analysis.roofline import flops
+from fsdp_compiled.plan.hardware import GIB, Cluster, bits, gpus
 from fsdp_compiled.policy import Policy
+from fsdp_compiled.runtime.plan_table import NETWORKS, Plans, Price, Way
 from fsdp_compiled.runtime.simulate import Estimate, Traced, traced
 
 FEW, MORE = 4, 5  # depths that stand for a deeper model; with fewer blocks, no block is like the others
 ROWS = (1, 2, 4, 8)  # numbers of rows in a microbatch, and of ranks along tp, that are tried
 PRECISION = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
-NETWORKS = (10, 100, 400, 1600, 3200, 12800)  # Gb/s of a node's network, for the picture
-WAITS = 0.15  # above this fraction of a step, waiting bounds it
 EVERY = 50  # local steps between two exchanges, where they are proposed
 
 Batch = tuple[Any, ...]
 Setup = tuple[Callable[[], nn.Module], Callable[..., Any] | None, Batch]
-
-
-@dataclass(frozen=True)
-class Way:
-    """One way to train: the mesh, a rank's microbatch and how many make a step, and the policy."""
-
-    replicate: int
-    shard: int
-    tp: int
-    rows: int
-    microbatches: int
-    policy: Policy
-
-    def __str__(self) -> str:
-        policy = self.policy
-        mesh = " x ".join(f"{axis} {size}" for axis, size in _mesh(self).items())
-        kept = {"unit": "unit", "auto": "auto"}.get(str(policy.recompute), "none")
-        rest = ", offload" if policy.offload else ", full sums" if policy.accumulate == "full" else ""
-        return f"{policy.shard} {mesh}, {self.rows}x{self.microbatches} rows, recompute {kept}{rest}"
-
-
-@dataclass(frozen=True)
-class Price:
-    """The cost of a way. ``seconds``: of a step. ``exposed``: the fraction in which a rank waits. ``flops``: of a
-    rank's forward and backward, without recomputation. ``whole``: simulated at the model's whole depth."""
-
-    way: Way
-    peak: float
-    seconds: float
-    exposed: float
-    products: float
-    flops: float
-    tokens: float
-    whole: bool = False
-
-    def rate(self, ranks: int) -> float:
-        """Tokens a second and GPU."""
-        return self.tokens / self.seconds / ranks
-
-    @property
-    def bound(self) -> str:
-        """What limits the step most."""
-        if self.exposed > WAITS:
-            return "host memory" if self.way.policy.offload else "network"
-        return "arithmetic" if self.products > 0.5 else "memory traffic"
-
-
-@dataclass(frozen=True)
-class Plans:
-    """All ways, the fastest that fits first. ``error``: the median and the worst error for published runs
-    (`plan.hardware.ERROR`). ``fewer``: if the network bounds the best way, policy settings that send fewer bytes at the
-    price of rounding or delay, each with the fraction of the step's time that remains."""
-
-    prices: tuple[Price, ...]
-    cluster: Cluster
-    ranks: int
-    inputs: Mapping[str, Any]
-    capacity: float
-    tokens: float | None = None
-    dollars: float | None = None  # of a GPU's hour
-    networks: Mapping[str, Sequence[float]] | None = None  # tokens a second and GPU, by way, at `NETWORKS`
-    error: tuple[float, float] = ERROR
-    fewer: Mapping[str, float] = field(default_factory=dict)
-
-    @property
-    def best(self) -> Price:
-        return self.prices[0]
-
-    def fits(self, one: Price) -> bool:
-        return one.peak <= self.capacity
-
-    def row(self, one: Price) -> dict[str, Any]:
-        peak = self.cluster.peak or self.cluster.rate(torch.bfloat16)
-        rate = one.rate(self.ranks)
-        found: dict[str, Any] = {
-            "way": str(one.way),
-            "fits": self.fits(one),
-            "peak GiB": one.peak / GIB,
-            "step seconds": one.seconds,
-            "tokens/s/GPU": rate,
-            "MFU": one.flops / one.seconds / peak,
-            "exposed": one.exposed,
-            "bound by": one.bound,
-        }
-        if self.tokens is not None:
-            found["days"] = self.tokens / rate / self.ranks / 86400
-            if self.dollars is not None:
-                found["cost"] = found["days"] * 24 * self.ranks * self.dollars
-        return found
-
-    def json(self) -> str:
-        policies = [{field: repr(value) for field, value in _set(one.way.policy).items()} for one in self.prices]
-        rows = [{**self.row(one), "policy": policy, "mesh": _mesh(one.way), "rows": one.way.rows,
-                 "microbatches": one.way.microbatches} for one, policy in zip(self.prices, policies)]  # fmt: skip
-        figures = {name: repr(value) for name, value in asdict(self.cluster).items()}
-        found = {"inputs": dict(self.inputs), "cluster": figures, "error": self.error, "ways": rows}
-        found["fewer bytes"] = dict(self.fewer)
-        return json.dumps(found, indent=1)
-
-    def lines(self, most: int = 12) -> Iterator[str]:
-        median, worst = self.error
-        yield (
-            f"{self.ranks} x {self.cluster.name}, nodes of {self.cluster.node}, {len(self.prices)} ways priced; of "
-            f"published runs the median was off by {median:.0%}, the worst by {worst:.0%} of the time"
-        )
-        rows = [self.row(one) for one in self.prices]
-        wide = max(len(row["way"]) for row in rows[:most])
-        head = f"{'':{wide}}  fits {'peak GiB':>9} {'step s':>8} {'tok/s/GPU':>10} {'MFU':>6} {'exposed':>8}  bound by"
-        yield (
-            head + (f"{'':8}{'days':>8}" if "days" in rows[0] else "") + (f" {'cost':>11}" if "cost" in rows[0] else "")
-        )
-        for row in rows[:most]:
-            line = (
-                f"{row['way']:{wide}}  {'yes' if row['fits'] else 'no':4} {row['peak GiB']:9.1f} "
-                f"{row['step seconds']:8.3g} {row['tokens/s/GPU']:10.0f} {row['MFU']:6.1%} {row['exposed']:8.1%}  "
-                f"{row['bound by']:16}"
-            )
-            line += f"{row['days']:8.1f}" if "days" in row else ""
-            yield (line + (f" {row['cost']:11,.0f}" if "cost" in row else "")).rstrip()
-        if len(rows) > most:
-            yield f"... and {len(rows) - most} more"
-        yield ""
-        if not self.fits(self.best):
-            yield f"nothing fits {self.capacity / GIB:.0f} GiB; the least is the first"
-        mesh = _mesh(self.best.way)
-        device = "cuda" if self.cluster.gpu else "cpu"
-        yield f"mesh = init_device_mesh('{device}', {tuple(mesh.values())}, mesh_dim_names={tuple(mesh)})"
-        yield f"policy = {policy_text(self.best.way.policy)}"
-        yield f"# {self.best.way.rows} rows a rank, {self.best.way.microbatches} microbatches a step"
-        if self.fewer:
-            parts = (f"{change}, {part:.2f} of its time" for change, part in self.fewer.items())
-            yield f"# the network bounds it; fewer bytes, for rounding or delay: {'; '.join(parts)}"
-
-    def __str__(self) -> str:
-        return "\n".join(self.lines())
-
-    __repr__ = __str__
-
-    def picture(self, path: Path) -> None:
-        """Plots throughput over memory for all ways, and over networks for each mesh's best way. Needs matplotlib."""
-        import matplotlib
-
-        matplotlib.use("Agg")
-        from matplotlib import pyplot as plt
-
-        figure, (left, right) = plt.subplots(1, 2, figsize=(12, 4.5), layout="constrained")
-        meshes = list(dict.fromkeys(_mesh_text(one.way) for one in self.prices))
-        for mesh in meshes:
-            own = [one for one in self.prices if _mesh_text(one.way) == mesh]
-            left.scatter([one.peak / GIB for one in own], [one.rate(self.ranks) for one in own], s=18, label=mesh)
-        left.axvline(self.capacity / GIB, color="black", linestyle="--", linewidth=1)
-        left.set(xlabel="peak of memory, GiB (dashed: what there is)", ylabel="tokens a second and GPU", xscale="log")
-        left.legend(fontsize=8)
-        for name, rates in (self.networks or {}).items():
-            right.plot(NETWORKS, rates, marker="o", markersize=3, label=name)
-        right.set(xlabel="network of a node, Gb/s", ylabel="tokens a second and GPU", xscale="log", ylim=(0, None))
-        right.legend(fontsize=7)
-        figure.suptitle(f"{self.ranks} x {self.cluster.name}: estimates")
-        figure.savefig(path, dpi=120)
-        plt.close(figure)
-
-
-def _mesh(way: Way) -> dict[str, int]:
-    sizes = {"replicate": way.replicate, "shard": way.shard, "tp": way.tp}
-    return {axis: size for axis, size in sizes.items() if size > 1 or axis == "shard"}
-
-
-def _mesh_text(way: Way) -> str:
-    return f"{way.policy.shard}, " + ", ".join(f"{axis} {size}" for axis, size in _mesh(way).items())
-
-
-def _set(policy: Policy) -> dict[str, Any]:
-    """The fields that differ from a default policy's."""
-    usual = Policy()
-    return {name: value for name, value in vars(policy).items() if value != getattr(usual, name)}
-
-
-def policy_text(policy: Policy) -> str:
-    """The policy as code."""
-    parts = []
-    for name, value in _set(policy).items():
-        if isinstance(value, MixedPrecisionPolicy):
-            value = f"MixedPrecisionPolicy({value.param_dtype}, {value.reduce_dtype})"
-        else:
-            value = repr(value)
-        parts.append(f"{name}={value}")
-    return f"Policy({', '.join(parts)})"
 
 
 def plan(
@@ -244,6 +57,7 @@ def plan(
     ways: Callable[[Way], bool] = lambda way: True,
     policy: Policy | None = None,
     picture: bool = False,
+    processes: int = 1,
 ) -> Plans:
     """Prices the ways to train ``model`` on such GPUs.
 
@@ -263,6 +77,9 @@ def plan(
         Which ways are priced, and the policy whose fields they share; without it, precision is bfloat16.
     picture
         Also prices the best ways on other networks, for `Plans.picture`.
+    processes
+        With 2, another process prices one of the two depths of a deep model meanwhile. It is a new Python, which
+        imports the main module again: guard a script with ``if __name__ == "__main__":``.
 
     Raises ``ValueError`` if nothing can be priced, and as `simulate` does.
     """
@@ -274,50 +91,56 @@ def plan(
              "seq": seq if source.setup is None else None,
              "memory": memory, "tokens": tokens, "dollars": dollars, "model": _name(model)}  # fmt: skip
     found: list[Price] = []
-    samples: dict[str, tuple[Price, Callable[[Cluster], float]]] = {}
     reasons: list[str] = []
     full: set[int] = set()  # sizes of tp with which no way fits, so none with more rows will
-    for tp, rows in product(source.cuts(cluster.node, ranks), ROWS):
-        own = [way for way in _ways(base, ranks // tp, tp, rows, batch, cluster.node, reasons) if ways(way)]
-        own = [way for way in own if source.state(way) < capacity] or own[:1]
-        if tp in full or not own:
-            continue
-        before = len(found)
-        try:
-            for price, again in _priced(source, own, cluster, rows, reasons):
-                found.append(price)
-                mesh = _mesh_text(price.way)
-                if price.peak <= capacity and (mesh not in samples or price.rate(1) > samples[mesh][0].rate(1)):
-                    samples[mesh] = price, again
-        except ValueError as error:
-            reasons.append(f"tp={tp}, rows={rows}: {error}")
-        if len(found) > before and all(price.peak > capacity for price in found[before:]):
-            full.add(tp)
+    two = source.deep and processes > 1
+    with ProcessPoolExecutor(1, get_context("spawn")) if two else nullcontext() as other:
+        for tp, rows in product(source.cuts(cluster.node, ranks), ROWS):
+            own = [way for way in _ways(base, ranks // tp, tp, rows, batch, cluster.node, reasons) if ways(way)]
+            own = [way for way in own if source.state(way) < capacity] or own[:1]
+            if tp in full or not own:
+                continue
+            try:
+                priced = list(_priced(source, own, cluster, reasons, other))
+            except ValueError as error:
+                reasons.append(f"tp={tp}, rows={rows}: {error}")
+                continue
+            found += priced
+            if priced and all(price.peak > capacity for price in priced):
+                full.add(tp)
     if not found:
         why = "; ".join(dict.fromkeys(reasons)) or "No way that is tried divides ranks and batch."
         raise ValueError(f"Nothing can be priced. {why}")
 
-    def best(one: Price) -> tuple[bool, float, bool, float]:
-        """Sort key: the fastest that fits; of those equally fast to three digits, no offload, then the least memory."""
+    def best(one: Price) -> tuple[Any, ...]:
+        """Sort key: the fastest that fits; of those equally fast to three digits, no offload, then compiled, then the
+        least memory."""
         if one.peak > capacity:
-            return True, 0.0, False, one.peak
-        return False, -float(f"{one.rate(1):.3g}"), one.way.policy.offload, one.peak
+            return True, one.peak
+        policy = one.way.policy
+        return False, -float(f"{one.rate(1):.3g}"), policy.offload, policy.lower != base.lower, one.peak
 
     found.sort(key=best)
     if source.deep:
         while not found[0].whole:
             found = sorted([source.whole(found[0], cluster), *found[1:]], key=best)
-    networks = None
-    if picture:
-        chosen = sorted(samples.values(), key=lambda pair: -pair[0].rate(1))[:6]
-        networks = {
-            str(price.way): [
-                price.tokens / again(replace(cluster, network=bits(f"{rate}Gb/s") * 0.8)) / ranks for rate in NETWORKS
-            ]
-            for price, again in chosen
-        }
+    networks = _on_networks(source, [one for one in found if one.peak <= capacity], cluster) if picture else None
     fewer = _fewer_bytes(source, found[0], cluster) if found[0].bound == "network" else {}
     return Plans(tuple(found), cluster, ranks, asked, capacity, tokens, dollars, networks, fewer=fewer)
+
+
+def _on_networks(source: _Source, prices: Sequence[Price], cluster: Cluster) -> dict[str, list[float]]:
+    """Tokens a second and GPU on each of `NETWORKS`, of the first way of each group: of six groups at most."""
+    best = {price.way.group: price for price in reversed(prices)}
+    chosen = sorted(best.values(), key=lambda price: -price.rate(1))[:6]
+    captured = defaultdict[tuple[int, int], list[Way]](list)
+    for price in chosen:
+        captured[price.way.tp, price.way.rows].append(price.way)
+    others = [replace(cluster, network=bits(f"{rate}Gb/s") * 0.8) for rate in NETWORKS]
+    seconds = {price.way: price.elsewhere for own in captured.values()
+               for price in _priced(source, own, cluster, [], others=others)}  # fmt: skip
+    ranks = {price.way: price.way.shard * price.way.replicate * price.way.tp for price in chosen}
+    return {str(one.way): [one.tokens / taken / ranks[one.way] for taken in seconds[one.way]] for one in chosen}
 
 
 def _asked(given: str | Cluster, node: int, nic: str | None, ranks: int | None) -> tuple[Cluster, int]:
@@ -346,16 +169,18 @@ def _ways(
     if microbatches == 0 or left:
         return
     inside = max(node // tp, 1)
-    replicas = [1, *(ranks // size for size in (inside, 8 * inside) if 1 < size < ranks and ranks % size == 0)]
-    shards = ("zero3", "zero2", "ddp")
-    for shard, replicate, recompute, offload in product(shards, replicas, ("auto", "unit"), (False, True)):
+    sizes = (inside, 8 * inside, 64 * inside)
+    replicas = [1, *(ranks // size for size in sizes if 1 < size < ranks and ranks % size == 0)]
+    lowers = dict.fromkeys((base.lower, "eager"))
+    fields = product(("zero3", "zero2", "ddp"), replicas, ("auto", "unit"), (False, True), lowers)
+    for shard, replicate, recompute, offload, lower in fields:
         if (shard == "ddp" and (replicate > 1 or offload or tp > 1)) or (offload and recompute == "auto"):
             continue
         accumulates = ("shards", "full") if microbatches > 1 and shard != "ddp" and not offload else ("shards",)
         for accumulate in accumulates:
             try:
                 policy = replace(
-                    base, shard=shard, recompute=recompute, offload=offload, accumulate=accumulate,
+                    base, shard=shard, recompute=recompute, offload=offload, accumulate=accumulate, lower=lower,
                     tp="auto" if tp > 1 else None,
                 )  # fmt: skip
             except ValueError as error:
@@ -429,7 +254,7 @@ class _Source:
         """The same way at the model's whole depth."""
         way = price.way
         with _traced(self, self.depth, way, cluster) as step:
-            return _price(way, [_figures(_estimate(step, way, cluster))], (self.depth,), self.depth, price.tokens, True)
+            return _price(way, [_figures(_estimate(step, way, cluster))], (self.depth,), self, True)
 
 
 def _repeated(one: Any, rows: int) -> Any:
@@ -466,7 +291,7 @@ def of_config(config: Any, depth: int, rows: int, seq: int) -> Setup:
 
 def _traced(source: _Source, depth: int, way: Way, cluster: Cluster) -> Any:
     model_fn, loss, batch = source.made(depth, way.rows)
-    return traced(model_fn, loss, batch, _mesh(way), cluster, way.policy)
+    return traced(model_fn, loss, batch, way.mesh, cluster, way.policy)
 
 
 def _estimate(step: Traced, way: Way, cluster: Cluster) -> Estimate:
@@ -474,26 +299,43 @@ def _estimate(step: Traced, way: Way, cluster: Cluster) -> Estimate:
 
 
 def _priced(
-    source: _Source, ways: Sequence[Way], cluster: Cluster, rows: int, reasons: list[str]
-) -> Iterator[tuple[Price, Callable[[Cluster], float]]]:
-    """Yields each way's price, and a function that gives the seconds of its step on another cluster. ``reasons``: gets
-    why some ways are not possible."""
-    by_depth: list[list[Estimate | None]] = []
-    for depth in source.depths:
-        with _traced(source, depth, ways[0], cluster) as step:
-            by_depth.append([_attempt(step, way, cluster, reasons) for way in ways])
-    tokens = float(source.tokens(rows))
-    for way, *made in zip(ways, *by_depth, strict=True):
-        known = [one for one in made if one is not None]
-        if len(known) < len(made):
-            continue
-        step_tokens = tokens * way.microbatches * way.shard * way.replicate
-        price = _price(way, list(map(_figures, known)), source.depths, source.depth, step_tokens)
+    source: _Source,
+    ways: Sequence[Way],
+    cluster: Cluster,
+    reasons: list[str],
+    other: Executor | None = None,
+    others: Sequence[Cluster] = (),
+) -> Iterator[Price]:
+    """Yields the price of each way that is possible; all have the same tp and rows. ``reasons``: gets why the rest are
+    not. ``other``: prices the first of two depths. ``others``: clusters for `Price.elsewhere`."""
+    job = partial(_at_depth, source, ways, cluster, others)
+    first, *rest = source.depths
+    later = other.submit(job, first).result if other is not None else partial(job, first)
+    then = list(map(job, rest))
+    made = [later(), *then]
+    reasons += dict.fromkeys(one for figures in made for one in figures if isinstance(one, str))
+    for way, *figures in zip(ways, *made, strict=True):
+        known = [one for one in figures if not isinstance(one, str)]
+        if len(known) == len(figures):
+            yield _price(way, known, source.depths, source)
 
-        def again(other: Cluster, known: Sequence[Estimate] = known) -> float:
-            return _at([(one.on(other).seconds,) for one in known], source.depths, source.depth)[0]
 
-        yield price, again
+def _at_depth(
+    source: _Source, ways: Sequence[Way], cluster: Cluster, others: Sequence[Cluster], depth: int
+) -> list[tuple[float, ...] | str]:
+    """By way, its figures at this depth; or why it is not possible: its program needs more than a limit of the policy,
+    or its memory cannot be predicted."""
+    found: list[tuple[float, ...] | str] = []
+    with _traced(source, depth, ways[0], cluster) as step:
+        for way in ways:
+            try:
+                made = _estimate(step, way, cluster)
+            except ValueError as error:
+                found.append(f"{way}: {error}")
+                continue
+            unknown = f"{way}: its memory cannot be told"
+            found.append(unknown if made.memory.unknown else _figures(made, others))
+    return found
 
 
 def _fewer_bytes(source: _Source, best: Price, cluster: Cluster) -> dict[str, float]:
@@ -506,8 +348,7 @@ def _fewer_bytes(source: _Source, best: Price, cluster: Cluster) -> dict[str, fl
     site = 1 if way.policy.shard == "ddp" else way.shard
     if site < way.shard * way.replicate:
         others[f"sync_every={EVERY}"] = replace(way, replicate=1, shard=site)
-    priced = _priced(source, [way, *others.values()], cluster, way.rows, [])
-    seconds = {price.way: price.seconds for price, _ in priced}
+    seconds = {price.way: price.seconds for price in _priced(source, [way, *others.values()], cluster, [])}
     sites = way.shard * way.replicate // site
     exchange = cluster.transfer(4.0 * source.parameters / way.tp / site, sites, site * way.tp, both=True) / EVERY
     parts = {
@@ -518,31 +359,18 @@ def _fewer_bytes(source: _Source, best: Price, cluster: Cluster) -> dict[str, fl
     return {change: part for change, part in parts.items() if part < 1}
 
 
-def _attempt(step: Traced, way: Way, cluster: Cluster, reasons: list[str]) -> Estimate | None:
-    """The estimate; None if the policy is not possible, for example if the program needs more than its limit, or if its
-    memory cannot be predicted."""
-    try:
-        found = _estimate(step, way, cluster)
-    except ValueError as error:
-        reasons.append(f"{way}: {error}")
-        return None
-    if found.memory.unknown:
-        reasons.append(f"{way}: its memory cannot be told")
-        return None
-    return found
-
-
-def _figures(one: Estimate) -> tuple[float, ...]:
-    """Peak, seconds of a step, of waiting and of products, and operations of forward and backward."""
+def _figures(one: Estimate, others: Sequence[Cluster] = ()) -> tuple[float, ...]:
+    """Peak, seconds of a step, of waiting and of products, and operations of forward and backward; then the seconds of
+    a step on other clusters."""
     forward = products = 0.0
-    fused = one.plan.policy.lower == "inductor"
-    nodes = one.program.graph.nodes
-    for node, seconds in zip(nodes, seconds_of(one.program.graph, one.plan.machine, fused), strict=True):
-        if computes(node) and (count := flops(node)):
-            products += seconds
-            forward += count if node.meta["phase"] == "forward" else 0
-    times = one.microbatches
-    return float(one.memory.peak.nbytes), one.seconds, one.exposed, times * products, 3 * times * forward
+    nodes = {node.name: node for node in one.program.graph.nodes}
+    for span in one.timeline.nodes:
+        if span.lane == "compute" and (count := flops(nodes[span.node])):
+            products += span.end - span.start
+            forward += count if nodes[span.node].meta["phase"] == "forward" else 0
+    times, elsewhere = one.microbatches, [one.on(other).seconds for other in others]
+    peak = float(one.memory.peak.nbytes)
+    return peak, one.seconds, one.exposed, times * products, 3 * times * forward, *elsewhere
 
 
 def _at(figures: Sequence[tuple[float, ...]], depths: Sequence[int], depth: int) -> tuple[float, ...]:
@@ -554,12 +382,8 @@ def _at(figures: Sequence[tuple[float, ...]], depths: Sequence[int], depth: int)
 
 
 def _price(
-    way: Way,
-    figures: Sequence[tuple[float, ...]],
-    depths: Sequence[int],
-    depth: int,
-    tokens: float,
-    whole: bool = False,
+    way: Way, figures: Sequence[tuple[float, ...]], depths: Sequence[int], source: _Source, whole: bool = False
 ) -> Price:
-    peak, seconds, exposed, products, operations = _at(figures, depths, depth)
-    return Price(way, peak, seconds, exposed / seconds, products / seconds, operations, tokens, whole)
+    peak, seconds, exposed, products, operations, *elsewhere = _at(figures, depths, source.depth)
+    tokens = float(source.tokens(way.rows)) * way.microbatches * way.shard * way.replicate
+    return Price(way, peak, seconds, exposed / seconds, products / seconds, operations, tokens, whole, tuple(elsewhere))

@@ -28,7 +28,6 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.optim import AdamW, Optimizer
 from torch.utils import _pytree as pytree
 
-from fsdp_compiled import passes
 from fsdp_compiled.analysis.memory import Memory
 from fsdp_compiled.analysis.timeline import Timeline, estimate
 from fsdp_compiled.capture import global_modes
@@ -47,6 +46,8 @@ from fsdp_compiled.plan.units import Choice
 from fsdp_compiled.policy import Policy
 from fsdp_compiled.runtime.checked_call import checked_call
 from fsdp_compiled.runtime.programs.compile import ProgramSpec, capture, fit_to_memory, memory_later, transform
+from fsdp_compiled.runtime.programs.no_collection import no_collection
+from fsdp_compiled.runtime.programs.stages import fuse
 from fsdp_compiled.runtime.tensor_parallel.parts import check_tensor_parallel
 from fsdp_compiled.runtime.tensor_parallel.plan import apply_cuts, find_cuts
 
@@ -210,7 +211,7 @@ class Traced:
     def _made(self, spec: ProgramSpec) -> tuple[Program, Memory]:
         later = memory_later(self.captured, spec)
         made = transform(replace(self.captured, program=self.again()), spec)
-        program = passes.run(fit_to_memory(made, later, spec).stages[-1], spec.plan, spec.fusions)
+        program, _ = fuse(fit_to_memory(made, later, spec), spec.plan, spec.passes, spec.fusions)
         return program, later(program)()
 
 
@@ -231,7 +232,7 @@ def traced(
     A program for GPUs is captured on fake CPU tensors, since PyTorch without CUDA cannot differentiate GPU tensors. It
     is moved to a GPU before any pass sees it: passes and fusions are those of a GPU.
     """
-    with simulated_ranks(shape) as mesh:
+    with no_collection(), simulated_ranks(shape) as mesh:
         place = connect(mesh)
         with torch.device("meta"):
             model = model_fn()

@@ -19,21 +19,9 @@ from fsdp_compiled.analysis.roofline import flops
 from fsdp_compiled.cli import main
 from fsdp_compiled.cli.plan import LLAMAS, model_of
 from fsdp_compiled.plan.hardware import ERROR, GIB, bits, gpus
-from fsdp_compiled.policy import Policy as _Policy
 from fsdp_compiled.runtime import plan_search
-from fsdp_compiled.runtime.plan_search import (
-    PRECISION,
-    Plans,
-    Price,
-    Way,
-    _at,
-    _estimate,
-    _figures,
-    _Source,
-    _traced,
-    of_config,
-    policy_text,
-)
+from fsdp_compiled.runtime.plan_search import PRECISION, _at, _estimate, _figures, _priced, _Source, _traced, of_config
+from fsdp_compiled.runtime.plan_table import Plans, Price, Way, policy_text
 from tests.chosen import chosen
 
 transformers = pytest.importorskip("transformers")
@@ -53,6 +41,7 @@ def found(memory: float | None = None) -> Plans:
         llama(), "16xH100", node=4, nic="100Gb/s", seq=256, batch=32, memory=memory, tokens=1e9, dollars=2.0,
         ways=lambda way: (
             way.tp == way.rows == 1 and not way.policy.offload and way.policy.accumulate == "shards"
+            and (way.policy.lower == "inductor" or way.policy.shard == "ddp")
             and (memory is None or (way.policy.shard == "zero3" and way.replicate == 1))
         ),
         picture=memory is None,
@@ -66,6 +55,9 @@ def test_the_fastest_that_fits_is_first_and_was_simulated_whole() -> None:
     assert {one.way.microbatches for one in found().prices} == {2}
     assert {one.way.replicate for one in found().prices} == {1, 4}
     assert {one.way.policy.shard for one in found().prices} == {"zero3", "zero2", "ddp"}
+    eager, fused = ([one for one in found().prices if one.way.policy.lower == how and one.way.policy.shard == "ddp"]
+                    for how in ("eager", "inductor"))  # fmt: skip
+    assert min(one.seconds for one in eager) > max(one.seconds for one in fused), "each operator is a launch"
     assert all(0 <= one.exposed < 1 and one.seconds > 0 for one in found().prices)
 
 
@@ -75,7 +67,7 @@ def test_where_the_network_bounds_a_step_fewer_bytes_are_proposed_with_what_they
 ) -> None:
     def asked(way: Way) -> bool:
         plain = way.policy.recompute == "auto" and not way.policy.offload and way.tp == way.rows == 1
-        return plain and way.policy.shard == shard and way.replicate == replicate
+        return plain and way.policy.lower == "inductor" and way.policy.shard == shard and way.replicate == replicate
 
     slow, fast = (
         fsdp_compiled.plan(llama(), "16xH100", node=4, nic=nic, seq=256, ways=asked)  # type: ignore[operator]
@@ -91,16 +83,17 @@ def test_where_the_network_bounds_a_step_fewer_bytes_are_proposed_with_what_they
 
 
 def test_a_price_is_what_simulate_says() -> None:
-    """Of the model's whole depth, and of a few blocks continued; under the policy that is printed, with which the large
-    matrices at the model's ends are units of their own."""
+    """Of the model's whole depth, and of a few blocks continued, in one process or two; under the policy that is
+    printed, with which the large matrices at the model's ends are units of their own."""
     config = llama(8, 1024, 32000)
 
     def asked(way: Way) -> bool:
-        plain = way.policy.shard == "zero3" and not way.policy.offload
+        plain = way.policy.shard == "zero3" and not way.policy.offload and way.policy.lower == "inductor"
         return plain and way.tp == way.rows == way.replicate == 1
 
-    made: Plans = fsdp_compiled.plan(config, "16xH100", node=4, nic="100Gb/s", seq=256, ways=asked)  # type: ignore[operator]
-    assert len(made.prices) == 2 and made.best.whole
+    made: Plans = fsdp_compiled.plan(config, "16xH100", node=4, nic="100Gb/s", seq=256, ways=asked, processes=2)  # type: ignore[operator]
+    assert len(made.prices) == 2 and made.best.whole and not made.prices[1].whole
+    assert [*_priced(_Source(config, 256), [made.prices[1].way], made.cluster, [])] == [made.prices[1]]
     model = of_config(config, 8, 1, 256)
     for price in made.prices:
         said = simulate(*model, 16, made.cluster, pasted(made, price))
@@ -282,4 +275,4 @@ def test_the_errors_that_are_printed_are_the_published_ones() -> None:
 
 
 def test_policies_as_code() -> None:
-    assert policy_text(_Policy(shard="ddp")) == "Policy(shard='ddp')" and plan_search.FEW < plan_search.MORE
+    assert policy_text(Policy(shard="ddp")) == "Policy(shard='ddp')" and plan_search.FEW < plan_search.MORE

@@ -244,6 +244,7 @@ def describe(
     needed = later(program)
     program = replace(
         program,
+        inferred=None,  # no pass follows
         needs=lambda: attempt(lambda: needed().lines(), lambda why: (f"memory: not predicted: {why}",)),
         peak=lambda: attempt(lambda: needed().peak.node, lambda _: ""),
     )
