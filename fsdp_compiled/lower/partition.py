@@ -28,6 +28,7 @@ from torch import fx
 from fsdp_compiled.analysis.roofline import flops, nbytes
 from fsdp_compiled.ir.nodes import ASSERT, HOST, is_collective, is_random, is_wait, mutated, origin, role_of
 from fsdp_compiled.kernels.operators import KERNELS
+from fsdp_compiled.kernels.rows import join_rows, split_rows
 from fsdp_compiled.lower.piece import FEW, Piece, is_borrowed, is_size, is_tensor, numel
 from fsdp_compiled.plan.units import innermost
 
@@ -85,7 +86,7 @@ def _stands_alone(node: fx.Node) -> bool:
         is_collective(node)
         or is_wait(node)
         or is_random(node)
-        or node.target in (ASSERT, aten.linalg_vector_norm.default, *KERNELS)
+        or node.target in (ASSERT, aten.linalg_vector_norm.default, split_rows, join_rows, *KERNELS)
         or role in ("part", "cast", "pack", "unpack", "combine", *HOST)
         or (role == "update" and not node.meta["mark"].unit)  # module buffers, each written back by a copy
     )
@@ -213,7 +214,7 @@ class _Cutter:
     def _mixed(self, graph: fx.Graph) -> set[str]:
         """Buffers with gradients of several blocks; flattened apart, so that the blocks' pieces stay equal."""
         found = set()
-        cats = (aten.cat.default, aten._chunk_cat.default)
+        cats = (aten.cat.default, join_rows)
         for node in (one for cat in cats for one in graph.find_nodes(op="call_function", target=cat)):
             if role_of(node) == "flatten":
                 gradients = [near for source in node.all_input_nodes for near in _before_flatten(source)]

@@ -25,6 +25,7 @@ from torch import fx
 from fsdp_compiled.ir.edit import Edit, Scope
 from fsdp_compiled.ir.nodes import Mark, Role
 from fsdp_compiled.ir.program import Port, Program
+from fsdp_compiled.kernels.rows import split_rows
 from fsdp_compiled.plan.plan import Buffer, Plan, Slot
 from fsdp_compiled.plan.rows import widths
 
@@ -159,7 +160,7 @@ def _copies(
                 begin, end = row[0][0].offset, row[-1][0].offset + row[-1][1]
                 block = edit.call(aten.slice.Tensor, parts, 1, begin, end, mark=replace(mark, role="block"))
             sizes = [size for _, size in row]
-            split = edit.call(aten.split_with_sizes_copy.default, block, sizes, 1, mark=mark)
+            split = edit.call(split_rows, block, sizes, mark=mark)
             found += [
                 (slot.name, _whole(edit, slot, edit.call(getitem, split, index, mark=mark), mark, world))
                 for index, (slot, _) in enumerate(row)

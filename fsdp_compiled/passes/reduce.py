@@ -26,6 +26,7 @@ from fsdp_compiled.ir.edit import Edit, Scope
 from fsdp_compiled.ir.nodes import Mark, Role
 from fsdp_compiled.ir.program import Port, Program
 from fsdp_compiled.ir.reduction import Call, reduction
+from fsdp_compiled.kernels.rows import join_rows
 from fsdp_compiled.plan.plan import Buffer, Plan, Slot
 from fsdp_compiled.plan.rows import widths
 
@@ -156,7 +157,7 @@ def _concatenated_by_rows(edit: Edit, buffer: Buffer, gradients: dict[str, fx.No
         else:
             zeros = [size * plan.shard]
             pieces.append(edit.call(aten.full.default, zeros, 0.0, dtype=dtype, device=plan.device, mark=mark))
-    parts = edit.call(aten._chunk_cat.default, pieces, 0, plan.shard, mark=mark)
+    parts = edit.call(join_rows, pieces, plan.shard, plan.reduce_dtype(buffer), mark=mark)
     return edit.call(aten.view.default, parts, [buffer.numel], mark=mark)
 
 

@@ -32,7 +32,6 @@ from __future__ import annotations
 
 from itertools import accumulate
 
-import torch
 from torch import fx
 
 from fsdp_compiled.analysis.kernel_workspace import backend_of, on_wire
@@ -42,10 +41,10 @@ from fsdp_compiled.ir.edit import Edit
 from fsdp_compiled.ir.liveness import LiveRange, live_ranges, most_gathered
 from fsdp_compiled.ir.nodes import Phase, calls, is_collective, positions, purpose_of, role_of
 from fsdp_compiled.ir.program import Program
+from fsdp_compiled.kernels.rows import join_rows, split_rows
 from fsdp_compiled.plan.plan import Plan
 from fsdp_compiled.policy import MOST_AHEAD
 
-COPY = torch.ops.aten.split_with_sizes_copy.default
 WORTH = 0.05  # what one more unit ahead must hide in addition, as a part of the time on the wire
 
 Entry = tuple[int, fx.Node, LiveRange]  # place in the program, node to start before, live range used from there on
@@ -146,7 +145,7 @@ def _while_sent(issue: list[fx.Node], plan: Plan) -> int:
 
 def _copies(live_range: LiveRange, phase: Phase) -> list[fx.Node]:
     """What copies parameters out of the gathered buffer in this phase."""
-    return [node for node in live_range.aliases if node.target is COPY and node.meta["phase"] == phase]
+    return [node for node in live_range.aliases if node.target is split_rows and node.meta["phase"] == phase]
 
 
 def _behind_copies(entry: Entry, order: dict[fx.Node, int]) -> int:
@@ -235,7 +234,7 @@ def _while_free(start: fx.Node, tail: list[fx.Node], target: fx.Node, plan: Plan
 def _rows_of_blocks(graph: fx.Graph, order: dict[fx.Node, int]) -> list[tuple[fx.Node, fx.Node]]:
     """For each unit of several blocks, in order, the copies of its first and last block in backward."""
     found: list[tuple[fx.Node, fx.Node]] = []
-    if not graph.find_nodes(op="call_function", target=COPY, sort=False):
+    if not graph.find_nodes(op="call_function", target=split_rows, sort=False):
         return found
     for live_range in live_ranges(graph):
         copies = sorted(_copies(live_range, "backward"), key=order.__getitem__)
@@ -248,7 +247,7 @@ def _before_rows(start: fx.Node) -> fx.Node:
     """The node that lays out this reduction's gradients by rows, in new memory; or the start itself."""
     node = start
     while role_of(node) in ("reduce", "pack", "scale", "flatten") and node.all_input_nodes:
-        if node.target is torch.ops.aten._chunk_cat.default:
+        if node.target is join_rows:
             return node
         node = node.all_input_nodes[0]
     return start
