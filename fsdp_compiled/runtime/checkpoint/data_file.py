@@ -132,10 +132,10 @@ def lay_out(items: Iterable[Item], metadata: Mapping[str, str] | None = None) ->
     return Layout(header, {key: offset + len(header) for key, offset in offsets.items()}, position + len(header))
 
 
-def write(path: Path, parts: Iterable[memoryview]) -> list[str]:
+def write(path: Path, parts: Iterable[memoryview], progress: Callable[[], None] = lambda: None) -> list[str]:
     """Writes these bytes, end to end, to a new file and syncs it; returns the checksums of its blocks.
 
-    Nothing is copied, and no more than one part is held.
+    Nothing is copied, and no more than one part is held. ``progress`` is called after each block.
     """
     checksums = []
     digest, size = xxhash.xxh3_64(), 0  # of the block that is being written
@@ -151,6 +151,7 @@ def write(path: Path, parts: Iterable[memoryview]) -> list[str]:
                 if size == BLOCK:
                     checksums.append(digest.hexdigest())
                     digest, size = xxhash.xxh3_64(), 0
+                    progress()
         if size:
             checksums.append(digest.hexdigest())
         os.fsync(descriptor)

@@ -29,6 +29,7 @@ from fsdp_compiled.runtime.checkpoint.chunks import Piece
 from fsdp_compiled.runtime.checkpoint.manifest import DataFile, Manifest
 from fsdp_compiled.runtime.checkpoint.saving import Save, Written
 
+SILENCE = 600.0  # seconds after which a rank that writes and says nothing is given up
 POLL = 0.01  # seconds between two reads of the store, at first; then a tenth of the time waited so far
 LOOK = 0.5  # seconds between two looks at whether another rank's process lives
 FAILED = 10.0  # seconds of its silence that are enough once ranks have failed
@@ -54,6 +55,10 @@ class Saving(Future[Path]):
         except SaveError:
             self.told = True
             raise
+
+    def ended(self, seconds: float) -> bool:
+        """Whether it ends within this time. Nobody is told how it ended."""
+        return bool(wait([self], seconds).done)
 
     def failed(self) -> SaveError | None:
         """Its error, if it ended with one and nobody was told."""
@@ -101,10 +106,12 @@ def _run(
     save: Save, own: Written, copied: Copied, rank: int, posts: Posts, future: Saving, after: Saving | None
 ) -> None:
     try:
-        if after is not None:
-            wait([after])
+        beat = Heartbeat(posts, rank)
+        while after is not None and not after.ended(LOOK):
+            beat()
         after = None  # otherwise each would hold the one before
-        posts.set(f"part {rank}", _write(save, own, copied, rank))
+        said = _write(save, own, copied, rank, beat)
+        posts.set(f"part {rank}", said)
         end = _finish(save, posts) if rank == 0 else _hear(save, posts, rank)
         posts.set(f"heard {rank}", "")
         if rank == 0:
@@ -119,13 +126,14 @@ def _run(
         future.set_exception(SaveError(end))
 
 
-def _write(save: Save, own: Written, copied: Copied, rank: int) -> str:
+def _write(save: Save, own: Written, copied: Copied, rank: int, beat: Heartbeat) -> str:
     """This rank's message: its part of the manifest, or why there is none."""
     try:
         if isinstance(copied, Exception):
             raise copied
         checksums = [
-            data_file.write(save.aside / file.name, [image]) for file, image in zip(own.files, copied, strict=True)
+            data_file.write(save.aside / file.name, [image], beat)
+            for file, image in zip(own.files, copied, strict=True)
         ]
     except OSError as error:
         return json.dumps({"error": f"rank {rank}: {error.strerror or error} ({error.filename or save.aside})"})
@@ -144,6 +152,19 @@ def part_of(save: Save, own: Written, rank: int, checksums: Sequence[Sequence[st
             known = save.head.tensors.get(one.name) or own.entries[one.name]
             part.tensors[one.name] = replace(known, pieces=[*part.tensors.get(one.name, known).pieces, piece])
     return part
+
+
+class Heartbeat:
+    """Says from time to time that this rank is still writing."""
+
+    def __init__(self, posts: Posts, rank: int) -> None:
+        self._posts, self._rank = posts, rank
+        self._last, self._count = time.monotonic(), 0
+
+    def __call__(self) -> None:
+        if time.monotonic() - self._last > 1:
+            self._last, self._count = time.monotonic(), self._count + 1
+            self._posts.set(f"alive {self._rank}", str(self._count))
 
 
 def _finish(save: Save, posts: Posts) -> str:
@@ -201,7 +222,7 @@ def _linger(save: Save, posts: Posts) -> None:
         life = Life(posts.board, rank)
         while posts.get(f"heard {rank}") is None and time.monotonic() < until and not life.lost():
             time.sleep(POLL)
-        for what in ("part", "heard"):
+        for what in ("part", "alive", "heard"):
             posts.forget(f"{what} {rank}")
 
 
@@ -236,10 +257,13 @@ class Life:
 
 
 def _wait(read: Callable[[], str | None], posts: Posts, rank: int) -> str | None:
-    """What is read once it is there; None where the process of the rank that says it is lost."""
-    begun, life = time.monotonic(), Life(posts.board, rank)
+    """What is read once it is there; None where the rank that says it is silent for too long."""
+    last, since, life = None, time.monotonic(), Life(posts.board, rank)
+    begun = since
     while (found := read()) is None:
-        if life.lost():
+        if (now := posts.get(f"alive {rank}")) != last:
+            last, since = now, time.monotonic()
+        if time.monotonic() - since > SILENCE or life.lost():
             return read()
         time.sleep(min(LOOK, POLL + (time.monotonic() - begun) / 10))
     return found
