@@ -1,8 +1,8 @@
 """From one command to N ranks on this machine, and back to one exit code.
 
-The launcher is the only process that Ctrl-C reaches: ranks run in sessions of their own. The first one is passed on to
-the ranks, which agree among themselves after which step they stop; the second kills them. SIGTERM does the same, and
-kills after `TERM_LIMIT` by itself. The store at which ranks meet lives here, on a port the
+The launcher is the only process that Ctrl-C reaches: ranks run in sessions of their own. The first one closes
+the stop pipe, and ranks agree among themselves after which step they stop; the second kills them. SIGTERM
+does the same, and kills after `TERM_LIMIT` by itself. The store at which ranks meet lives here, on a port the
 system chose, as it does in torchrun. torchrun itself is not used, because it answers Ctrl-C by killing the
 ranks and a failed rank by a report longer than the failure.
 """
@@ -21,6 +21,7 @@ from dataclasses import replace
 from itertools import count
 from pathlib import Path
 from types import FrameType
+from typing import IO
 
 import torch
 import torch.distributed as dist
@@ -32,7 +33,7 @@ from fsdp_compiled.cli.options import TrainOptions
 from fsdp_compiled.cli.rank import (
     BEGAN,
     FAILURE,
-    LAUNCHER,
+    STOP,
     STOPPED,
     RankInfo,
     own_launcher,
@@ -194,13 +195,15 @@ def launch(
     store = dist.TCPStore(
         "127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listening.detach()
     )
+    reading, end = os.pipe()
+    writing = os.fdopen(end, "wb", buffering=0)
     shared = os.environ | {
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
         "TORCHELASTIC_USE_AGENT_STORE": "True",  # the store above, so no rank has to open a port of its own
         "WORLD_SIZE": str(world),
         "LOCAL_WORLD_SIZE": str(world),
-        LAUNCHER: str(os.getpid()),
+        STOP: str(reading),
         FAILURE: str(failure),
         BEGAN: str(time.time()),
     }
@@ -215,14 +218,16 @@ def launch(
                     output = log if rank else None
                     ranks.append(
                         subprocess.Popen(
-                            command, env=own, stdin=subprocess.DEVNULL, stdout=output, stderr=log,
+                            command, env=own, stdin=subprocess.DEVNULL, stdout=output, stderr=log, pass_fds=(reading,),
                             start_new_session=True,
                         )
                     )  # fmt: skip
-            return _wait(ranks, received, logs, name)
+            return _wait(ranks, received, writing, logs, name)
         finally:
             _kill(ranks)
             del store
+            writing.close()
+            os.close(reading)
 
 
 def _gpu(rank: int, world: int, environment: Mapping[str, str]) -> dict[str, str]:
@@ -235,21 +240,19 @@ def _gpu(rank: int, world: int, environment: Mapping[str, str]) -> dict[str, str
     return {"LOCAL_RANK": "0", "CUDA_VISIBLE_DEVICES": names[rank]}
 
 
-def _wait(ranks: Sequence[subprocess.Popen[bytes]], received: list[int], logs: Path, name: str) -> int:
-    fine = {None, 0, *STOPPED.values()}  # None: still running
-    told = False  # whether ranks were told to stop
+def _wait(ranks: Sequence[subprocess.Popen[bytes]], received: list[int], stop: IO[bytes], logs: Path, name: str) -> int:
+    fine = (None, 0, *STOPPED.values())  # None: still running
     deadline = limit = math.inf  # of the ranks that are left once one has failed; of all once SIGTERM came
     while None in (codes := [rank.poll() for rank in ranks]) and time.monotonic() < deadline:
         if len(received) > 1 or time.monotonic() > limit:
             print("killed; what the run had written is in", logs.parent, file=sys.stderr)
             return 128 + received[0]
-        if received and not told:
-            told, again = True, "Ctrl-C again kills"
+        if received and not stop.closed:
+            again = "Ctrl-C again kills"
             if received[0] == signal.SIGTERM:
+                stop.write(b"t")
                 limit, again = time.monotonic() + TERM_LIMIT, f"again, or after {TERM_LIMIT:.0f} s, kills"
-            for rank in ranks:
-                rank.send_signal(received[0])
-            fine.add(-received[0])  # the end of a rank that was only starting
+            stop.close()
             print(f"\nstopping after the current step ({again})", file=sys.stderr, flush=True)
         if deadline == math.inf and any(code not in fine for code in codes):
             deadline = time.monotonic() + GRACE

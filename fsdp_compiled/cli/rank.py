@@ -1,13 +1,18 @@
 """One rank of a run: which it is, how ranks agree to stop, and how the first failure is reported.
 
-A rank is asked to stop by a signal, from our launcher (launch.py) or torchrun, or by the end of whichever started it.
-Our launcher puts three facts into the environment. `LAUNCHER` is the number of its process. `FAILURE` is a path: the
-first rank to fail writes its reason there, so that the ranks which lose it as a peer do not hide it. `BEGAN` is when
-the command began.
+The launcher (launch.py) starts a rank with three facts in its environment. `STOP` is the number of a pipe's
+reading end: once the launcher closes the other end, or dies, the pipe is readable and the rank should stop; a byte in
+it says that the launcher was asked by SIGTERM. `FAILURE` is a path: the first rank to fail writes its reason there, so
+that the ranks which lose it as a peer do not hide it. `BEGAN` is when the command began. Under torchrun none is set,
+and signals ask for the stop.
 """
 
+import fcntl
 import os
+import select
 import signal
+import struct
+import termios
 import threading
 import time
 import traceback
@@ -27,7 +32,7 @@ from fsdp_compiled.runtime.checkpoint.writing import SaveError
 
 T = TypeVar("T")
 
-LAUNCHER = "FSDP_COMPILED_LAUNCHER"
+STOP = "FSDP_COMPILED_STOP"
 FAILURE = "FSDP_COMPILED_FAILURE"
 BEGAN = "FSDP_COMPILED_BEGAN"
 STOPPED = {number: 128 + number for number in (signal.SIGINT, signal.SIGTERM)}  # exit codes of ranks that were asked to
@@ -52,7 +57,7 @@ def under_launcher() -> bool:
 
 
 def own_launcher() -> bool:
-    return LAUNCHER in os.environ
+    return STOP in os.environ
 
 
 def place() -> RankInfo:
@@ -101,12 +106,13 @@ class Ranks:
 class Stop:
     """A request to stop, which every rank follows after the same step.
 
-    It comes by SIGINT (Ctrl-C) or SIGTERM (the machine is wanted back), to the launcher, which passes it on, to
-    torchrun or to any rank; or because the launcher is gone. A second one ends this process at once.
+    It comes by SIGINT (Ctrl-C) or SIGTERM (the machine is wanted back), to the launcher, to torchrun or to any rank; or
+    because the launcher is gone. A second one ends this process at once.
     """
 
     def __init__(self) -> None:
-        self._parent = int(os.environ.get(LAUNCHER, os.getppid()))
+        self._pipe = int(os.environ[STOP]) if own_launcher() else None
+        self._parent = os.getppid()
         self._signal = 0
         self._when = 0.0
         self._answer: tuple[Tensor, dist.Work | None] | None = None
@@ -124,8 +130,12 @@ class Stop:
     @property
     def asked(self) -> int:
         """The signal that asked this rank, 0 if none did; the others may not know yet."""
-        gone = os.getppid() != self._parent  # nobody is left who would start this rank again
-        return signal.SIGTERM if gone else self._signal
+        if self._pipe is not None and select.select([self._pipe], [], [], 0)[0]:
+            (unread,) = struct.unpack("i", fcntl.ioctl(self._pipe, termios.FIONREAD, b"\0" * 4))
+            return max(self._signal, signal.SIGTERM if unread else signal.SIGINT)
+        if self._pipe is None and os.getppid() != self._parent:  # nobody is left who would start this rank again
+            return signal.SIGTERM
+        return self._signal
 
     @contextmanager
     def ending(self) -> Iterator[None]:

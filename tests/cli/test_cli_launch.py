@@ -13,16 +13,12 @@ import pytest
 
 from fsdp_compiled.cli.launch import launch, restarting
 from fsdp_compiled.cli.options import TrainOptions
-from fsdp_compiled.cli.rank import FAILURE, tell_failure
+from fsdp_compiled.cli.rank import FAILURE, STOP, tell_failure
 from fsdp_compiled.distributed.mesh import RankError
 from fsdp_compiled.runtime.checkpoint.writing import SaveError
 
-RANK = "import os, signal, sys, time; rank = int(os.environ['RANK'])\n"
-
-
-def stops(code: str = "128 + number") -> str:
-    """The line of a rank that ends with this code once it is asked to stop."""
-    return f"for one in (2, 15): signal.signal(one, lambda number, _: sys.exit({code}))\n"
+RANK = "import os, select, sys, time; rank = int(os.environ['RANK'])\n"
+UNTIL_STOPPED = f"select.select([int(os.environ['{STOP}'])], [], [], 30); sys.exit(130)"
 
 
 def ranks(code: str, logs: Path, world: int = 2) -> int:
@@ -73,18 +69,18 @@ def test_a_killed_rank_is_blamed_before_those_that_lost_it(tmp_path: Path, capfd
     assert "rank 0 was ended by SIGKILL" in told and "connection lost" not in told
 
 
-def test_the_first_interrupt_is_passed_on_to_the_ranks(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_the_first_interrupt_stops_ranks_by_the_pipe(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     before = signal.getsignal(signal.SIGINT)  # what runs in the background is born with SIGINT ignored
     interrupt(tmp_path / "ready")
-    assert ranks(f"{stops()}open({str(tmp_path / 'ready')!r}, 'w')\ntime.sleep(60)", tmp_path) == 130
+    assert ranks(f"open({str(tmp_path / 'ready')!r}, 'w')\n{UNTIL_STOPPED}", tmp_path) == 130
     assert "stopping after the current step" in capfd.readouterr().err
     assert signal.getsignal(signal.SIGINT) is before
 
 
 def test_ranks_whose_launcher_is_killed_stop(tmp_path: Path) -> None:
     rank = RANK + f"open({str(tmp_path)!r} + f'/began-{{rank}}', 'w')\n"
-    rank += "from fsdp_compiled.cli.rank import Stop\nstop = Stop()\nwhile not stop.asked: time.sleep(0.02)\n"
-    rank += f"os.mkdir({str(tmp_path)!r} + f'/stopping-{{rank}}')"
+    rank += f"found = select.select([int(os.environ['{STOP}'])], [], [], 60)[0]\n"
+    rank += f"os.mkdir({str(tmp_path)!r} + f'/stopping-{{rank}}' * bool(found))"
     code = "import pathlib, sys; from fsdp_compiled.cli.launch import launch\n"
     code += f"launch([sys.executable, '-c', {rank!r}], 2, pathlib.Path({str(tmp_path)!r}))"
     launcher = subprocess.Popen([sys.executable, "-c", code])
@@ -101,16 +97,10 @@ def until(true: Callable[[], bool]) -> None:
         time.sleep(0.05)
 
 
-def test_an_interrupt_ends_ranks_that_are_only_starting(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    interrupt(tmp_path / "ready", number=signal.SIGTERM)
-    assert ranks(f"open({str(tmp_path / 'ready')!r}, 'w')\ntime.sleep(60)", tmp_path) == 143
-    assert "failed" not in capfd.readouterr().err
-
-
 def test_the_second_interrupt_kills(tmp_path: Path) -> None:
     interrupt(tmp_path / "ready", times=2)
     began = time.monotonic()
-    assert ranks(f"{stops('time.sleep(60)')}open({str(tmp_path / 'ready')!r}, 'w')\ntime.sleep(60)", tmp_path) == 130
+    assert ranks(f"open({str(tmp_path / 'ready')!r}, 'w')\ntime.sleep(60)", tmp_path) == 130
     assert time.monotonic() - began < 40  # the other sleeps for 60
 
 
@@ -118,7 +108,7 @@ def test_a_run_that_fails_while_it_stops_is_not_started_again(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     interrupt(tmp_path / "ready", number=signal.SIGTERM)
-    code = f"{stops('7')}open({str(tmp_path / 'ready')!r}, 'w')\ntime.sleep(60)"
+    code = f"open({str(tmp_path / 'ready')!r}, 'w')\n{UNTIL_STOPPED.replace('130', '7')}"
     options = TrainOptions(out=tmp_path / "run", nproc=1, max_restarts=3)
     assert restarting([sys.executable, "-c", RANK + code], options) == 7
     assert "starting again" not in capfd.readouterr().out
@@ -126,15 +116,17 @@ def test_a_run_that_fails_while_it_stops_is_not_started_again(
 
 def test_a_failure_after_the_interrupt_is_still_a_failure(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     interrupt(tmp_path / "ready")
-    ready = f"if rank: open({str(tmp_path / 'ready')!r}, 'w')\n"
-    assert ranks(f"{stops('7 * rank')}{ready}time.sleep(60)", tmp_path) == 7
+    ready = f"open({str(tmp_path / 'ready')!r}, 'w')\n"
+    code = f"if rank == 1: {UNTIL_STOPPED.replace('130', '7')}\ntime.sleep(60)"
+    assert ranks(ready + code, tmp_path) == 7
     assert "rank 1 failed with exit code 7" in capfd.readouterr().err
 
 
 def test_sigterm_stops_ranks_and_tells_them_so(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     interrupt(tmp_path / "ready", number=signal.SIGTERM)
-    ready = f"if not rank: open({str(tmp_path / 'ready')!r}, 'w')\n"
-    assert ranks(f"{stops('143 if number == 15 else 7')}{ready}time.sleep(60)", tmp_path) == 143
+    reads = UNTIL_STOPPED.replace("130", f"143 if os.read(int(os.environ['{STOP}']), 9) or rank else 7")
+    ready = f"if rank: time.sleep(1)\nopen({str(tmp_path / 'ready')!r}, 'w')\n"
+    assert ranks(ready + reads, tmp_path) == 143
     assert "or after 30 s, kills" in capfd.readouterr().err
 
 
@@ -144,7 +136,7 @@ def test_ranks_that_do_not_stop_in_time_after_sigterm_are_killed(
     monkeypatch.setattr("fsdp_compiled.cli.launch.TERM_LIMIT", 0.3)
     interrupt(tmp_path / "ready", number=signal.SIGTERM)
     began = time.monotonic()
-    assert ranks(f"{stops('time.sleep(60)')}open({str(tmp_path / 'ready')!r}, 'w')\ntime.sleep(60)", tmp_path) == 143
+    assert ranks(f"open({str(tmp_path / 'ready')!r}, 'w')\ntime.sleep(60)", tmp_path) == 143
     assert time.monotonic() - began < 20
 
 
