@@ -21,9 +21,8 @@ from math import inf
 from torch import fx
 
 from fsdp_compiled.analysis.roofline import nbytes, seconds_of
-from fsdp_compiled.ir.nodes import carried, is_collective, is_wait, owner, role_of, waited_for
+from fsdp_compiled.ir.nodes import HOST_COPIES, carried, is_collective, is_wait, owner, role_of, waited_for
 from fsdp_compiled.ir.program import Program
-from fsdp_compiled.ir.text import COPIES
 from fsdp_compiled.plan.plan import Plan
 
 WAIT = "wait"
@@ -105,8 +104,8 @@ def estimate(program: Program, plan: Plan) -> Timeline:
             arrives[node] = start + _transfer(node, plan)
             free.update(dict.fromkeys(wires, arrives[node]))
             spans.append(Span(lane, owner(node) or "loss", start, arrives[node], node.name))
-        elif role in COPIES:
-            lane = COPIES[role]
+        elif role in HOST_COPIES:
+            lane = HOST_COPIES[role]
             start = max(now, free.get(lane, 0.0))
             arrives[node] = free[lane] = start + _copied(node) / plan.machine.host
             spans.append(Span(lane, owner(node) or "loss", start, free[lane], node.name))

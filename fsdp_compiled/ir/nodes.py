@@ -335,7 +335,9 @@ def reduction(gradient: fx.Node) -> fx.Node | None:
 
 
 GATHERED = ("cast", "pack", "gather", "part", "wait", "unpack", "block", "view")
-HOST = ("fetch", "restore", "restored", "return", "store", "stored")  # copies from and to host memory, and their waits
+# Copies from and to host memory, by their role.
+HOST_COPIES = {"fetch": "from the host", "restore": "from the host", "return": "to the host", "store": "to the host"}
+HOST = (*HOST_COPIES, "restored", "stored")  # these copies, and the waits for them
 COPIES = (torch.ops.aten._to_copy.default, torch.ops.aten.clone.default, torch.ops.aten._unsafe_view.default)
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 from torch import fx
 
-from fsdp_compiled.ir.nodes import carried, is_collective, is_wait, mutated, owner, role_of, waited_for
+from fsdp_compiled.ir.nodes import HOST_COPIES, carried, is_collective, is_wait, mutated, owner, role_of, waited_for
 from fsdp_compiled.ir.program import Program
 from fsdp_compiled.plan.text import human
 
@@ -59,21 +59,19 @@ def where(node: fx.Node) -> str:
 
 
 WAITS = ("wait", "stored", "restored")
-# Copies from and to host memory, by their role.
-COPIES = {"fetch": "from the host", "restore": "from the host", "return": "to the host", "store": "to the host"}
 
 
 def _copies(node: fx.Node) -> str | None:
     """The role of a copy from or to host memory."""
     role = role_of(node)
-    return role if role in COPIES else None
+    return role if role in HOST_COPIES else None
 
 
 def _what(nodes: Iterable[fx.Node]) -> str:
     nodes = list(nodes)
     if (role := _copies(nodes[0])) is not None:
         size = human(sum(node.meta["val"].nbytes for node in nodes))
-        return f"{role}: {size} {COPIES[role]}"
+        return f"{role}: {size} {HOST_COPIES[role]}"
     roles = {"view" if role_of(node) == "block" else role_of(node) for node in nodes}
     if roles == {"update"}:
         writes = sum(1 for node in nodes if mutated(node))

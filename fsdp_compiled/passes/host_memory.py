@@ -87,7 +87,8 @@ def store_saved(names: Collection[str]) -> Callable[[Program, Plan], Program]:
         sent = [[_Copy(_mark("store", one), _room(edit, one), one.last.next, one.value)] for one in found]
         turn = next(node for node in edit.graph.nodes if node.meta.get("phase", "forward") != "forward")
         stored = _send(edit, sent, AHEAD, turn, "forward")
-        back = [(one, _Copy(_mark("restore", one), room, one.readers[0])) for one, room in zip(found, stored)]
+        pairs = zip(found, stored, strict=True)
+        back = [(one, _Copy(_mark("restore", one), room, one.readers[0])) for one, room in pairs]
         back.sort(key=lambda pair: order[pair[1].place])
         for (one, _), value in zip(back, _bring(edit, [[copy] for _, copy in back], AHEAD, plan), strict=True):
             _read(edit, one, value)

@@ -22,6 +22,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from fsdp_compiled.capture.tensor_parallel import own_part
+from fsdp_compiled.kernels.reference import LARGEST
 from fsdp_compiled.plan.make_plan import SCALED
 from fsdp_compiled.plan.plan import Plan
 
@@ -32,7 +33,8 @@ HALF_RESULTS = (3e-2, 1e-3)
 GRADIENTS = {torch.float64: (1e-8, 1e-12), torch.float32: (1e-3, 1e-6)}
 HALF_GRADIENTS = (0.1, 1e-3)
 TINY = 1e-30
-STEPS = {"int8": 1 / 127, "fp8": 32 / 448}  # between neighbours of the format, as a share of a block's largest element
+# Between neighbours of the format, as a share of a block's largest element.
+STEPS = {"int8": 1 / LARGEST["int8"], "fp8": 32 / LARGEST["fp8"]}
 ODD_ROUNDING = 1.05  # what a second rounding adds to the largest element of a block, and float32 to all of it
 
 

@@ -240,8 +240,9 @@ class Verification:
             for slot in buffer.slots:
                 if (mean := means.get(slot.name)) is not None:
                     read_slot(flat, slot).copy_(mean)
-                    spread[slot.offset : slot.end] = share * largest(mean) + TINY
-                    most = max(most, largest(mean))
+                    size = largest(mean)
+                    spread[slot.offset : slot.end] = share * size + TINY
+                    most = max(most, size)
             if len(rounded):
                 moved = moved_by_wire(rounded, plan) * (spread > 0)
                 spread += moved

@@ -210,11 +210,11 @@ def find(name: str) -> Any:
 
 
 def find_in(own: str, *owners: str) -> Any:
-    """What the table has under this last part of a name, in these packages: a module's ``__getattr__``."""
-    for name in NAMES:
-        if name.endswith(f".{own}") and name.startswith(owners) and "|" not in name:
-            return find(name)
-    raise AttributeError(f"no {own} of {' or '.join(owners)} is in the table")
+    """What the table has under this last part of a name, once in these packages: a module's ``__getattr__``."""
+    names = [name for name in NAMES if name.endswith(f".{own}") and name.startswith(owners) and "|" not in name]
+    if len(names) != 1:
+        raise AttributeError(f"{len(names)} names in the table are {own} of {' or '.join(owners)}; expected one")
+    return find(names[0])
 
 
 def has(name: str) -> bool:
