@@ -17,7 +17,7 @@ import hashlib
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from operator import is_
+from operator import attrgetter, is_
 from typing import Any, get_args
 
 import torch
@@ -53,6 +53,7 @@ from fsdp_compiled.runtime.programs.request import (
 )
 
 log = logging.getLogger("fsdp_compiled")
+needs_gradient = attrgetter("requires_grad")
 LIBRARIES = (__name__.split(".")[0], "torch", "torchvision")  # tensor subclasses of these compute as their values do
 
 
@@ -117,7 +118,7 @@ class Programs:
         tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
         if {*map(type, tensors)} - {torch.Tensor} or any(map(vars, tensors)):
             self._check_classes(batch, named)
-        if self._called is None and kind != "forward" and any(tensor.requires_grad for tensor in tensors):
+        if self._called is None and kind != "forward" and any(map(needs_gradient, tensors)):
             raise ValueError(differentiable(batch_tensors(batch, named)))
         buffers = self.module_buffers.replaced()
 
@@ -147,7 +148,7 @@ class Programs:
             batch, named = replaced(batch, named, dict(zip(map(id, tensors), read, strict=True)))
             leaves, spec = flatten(batch, named)
         described = tuple(layout(leaf, sizes) if isinstance(leaf, torch.Tensor) else plain(leaf) for leaf in leaves)
-        structure = spec, same_tensors(tensors), tuple(tensor.requires_grad for tensor in tensors)
+        structure = spec, same_tensors(tensors), tuple(map(needs_gradient, tensors))
         request.batch, request.named, request.leaves, request.sizes = batch, named, leaves, sizes
         request.rows = rows_of(tensors) if self.plan.policy.weigh == "rows" else 0
         request.key = (request.kind, described, structure, request.modes, self.module_buffers.layout)
