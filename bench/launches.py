@@ -21,6 +21,8 @@ from fsdp_compiled.analysis import roofline
 from fsdp_compiled.cli.plan import model_of
 from fsdp_compiled.ir.nodes import carried, is_collective
 from fsdp_compiled.ir.text import where
+from fsdp_compiled.lower.partition import segments
+from fsdp_compiled.lower.piece import Piece
 from fsdp_compiled.plan.text import fold, human
 from fsdp_compiled.runtime.plan_search import of_config
 from fsdp_compiled.runtime.simulate import Estimate
@@ -41,6 +43,35 @@ def launched(graph: fx.Graph) -> Iterator[tuple[fx.Node, str, int, int]]:
         elif roofline.computes(node):
             what = "products" if roofline.flops(node) else "others"
             yield node, what, 1, roofline._traffic(node, roofline._size)
+
+
+def pieces_of(found: Estimate, whole: bool) -> dict[fx.Node, int]:
+    """The number of each node's piece. ``whole``: the pieces of one block and phase, between which collectives start or
+    are waited for, count as one."""
+    numbers: dict[fx.Node, int] = {}
+    place, number = ("", ""), 0
+    for piece in segments(found.program.graph, found.plan.blocks):
+        if isinstance(piece, Piece):
+            own = piece.nodes[-1].meta["phase"], where(piece.nodes[-1])
+            number += not whole or own != place
+            place = own
+            numbers |= dict.fromkeys(piece.nodes, number)
+    return numbers
+
+
+def fused_in(found: Estimate, pieces: dict[fx.Node, int]) -> tuple[int, int]:
+    """The kernels and the bytes of what is fused inside of these pieces."""
+    runs = roofline._in_runs(found.program.graph, roofline._size, pieces).values()
+    return sum(first for _, first in runs), sum(nbytes for nbytes, _ in runs)
+
+
+def cuttings(found: Estimate) -> list[str]:
+    lines = [f"{'fused by Inductor':<32}{'pieces':>8}{'kernels':>8}{'bytes':>12}"]
+    for name, whole in (("cut at collectives, as it runs", False), ("blocks whole in each phase", True)):
+        pieces = pieces_of(found, whole)
+        kernels, nbytes = fused_in(found, pieces)
+        lines.append(f"{name:<32}{len({*pieces.values()}):>8}{kernels:>8}{human(nbytes):>12}")
+    return lines
 
 
 def table(found: Estimate) -> list[str]:
@@ -70,7 +101,7 @@ def main() -> None:
         f"{sum(node.op == 'call_function' for node in found.program.graph.nodes)} nodes",
         "",
     ]
-    (RESULTS / "launches-8b.txt").write_text("\n".join([*head, *table(found)]) + "\n")
+    (RESULTS / "launches-8b.txt").write_text("\n".join([*head, *table(found), "", *cuttings(found)]) + "\n")
 
 
 if __name__ == "__main__":

@@ -140,36 +140,39 @@ def _causal(node: fx.Node) -> bool:
     return bool(node.kwargs.get("is_causal", node.args[place] if place < len(node.args) else False))
 
 
-def _in_runs(graph: fx.Graph, size: Size) -> dict[fx.Node, tuple[int, bool]]:
+def _in_runs(
+    graph: fx.Graph, size: Size, pieces: Mapping[fx.Node, int] | None = None
+) -> dict[fx.Node, tuple[int, bool]]:
     """For each node that Inductor fuses with others: the bytes that it reads and writes then, and whether it is the
-    first of its run."""
-    runs: dict[fx.Node, int] = {}
+    first of its run. ``pieces``: the number of each node's piece, outside of which nothing is fused with it; None: a
+    wait ends a run."""
+    runs: dict[fx.Node, Hashable] = {}
     run = 0
     for node in graph.nodes:
         if not computes(node):
-            run += is_wait(node)
+            run += is_wait(node) and pieces is None
         elif getattr(node.target, "namespace", "") != "aten" or _formula(node) or node.target in NOT_FUSED:
             run += 1
         else:
-            runs[node] = run
+            runs[node] = run if pieces is None else (run, pieces.get(node, node))
     found: dict[fx.Node, tuple[int, bool]] = {}
-    read: set[tuple[fx.Node, int]] = set()
-    begun: set[int] = set()
-    for node, run in runs.items():
+    read: set[tuple[fx.Node, Hashable]] = set()
+    begun: set[Hashable] = set()
+    for node, own in runs.items():
         nbytes = 0
         for source in node.all_input_nodes:
             base = base_of(source)
-            if runs.get(base) != run and (base, run) not in read:
-                read.add((base, run))
+            if runs.get(base) != own and (base, own) not in read:
+                read.add((base, own))
                 nbytes += size(source)
-        if _stays(node, runs, run):
+        if _stays(node, runs, own):
             nbytes += max(size(node), sum(map(size, mutated(node))))
-        found[node] = nbytes, run not in begun
-        begun.add(run)
+        found[node] = nbytes, own not in begun
+        begun.add(own)
     return found
 
 
-def _stays(node: fx.Node, runs: Mapping[fx.Node, int], run: int) -> bool:
+def _stays(node: fx.Node, runs: Mapping[fx.Node, Hashable], run: Hashable) -> bool:
     """Whether the value is in memory: something outside of its run reads it, or it is written in place."""
     if mutated(node):
         return True
