@@ -45,42 +45,57 @@ from fsdp_compiled.torch_private.modes import (
     without_modes,
 )
 from fsdp_compiled.torch_private.modes import device as _device
-from fsdp_compiled.torch_private.names import find, has
+from fsdp_compiled.torch_private.names import broken, find, has
 
 # The settings that choose operators, kernels and rounding: a label, the getter in ``torch._C``, its arguments, and the
-# default. Every call reads them, so all getters are in C. A getter that this PyTorch lacks is left out (`names.TABLE`).
-SETTINGS: list[tuple[str, Callable[[], Any], Any]] = [
-    (label, partial(find(f"torch._C.{name}"), *given) if given else find(f"torch._C.{name}"), usual)
-    for label, name, given, usual in (
-        ("deterministic algorithms", "_get_deterministic_algorithms", (), False),
-        ("deterministic warn_only", "_get_deterministic_algorithms_warn_only", (), False),
-        ("deterministic fill", "_get_deterministic_fill_uninitialized_memory", (), True),
-        ("flash attention", "_get_flash_sdp_enabled", (), True),
-        ("memory-efficient attention", "_get_mem_efficient_sdp_enabled", (), True),
-        ("math attention", "_get_math_sdp_enabled", (), True),
-        ("cuDNN attention", "_get_cudnn_sdp_enabled", (), True),
-        ("attention reduced in half", "_get_math_sdp_allow_fp16_bf16_reduction", (), False),
-        ("cuBLAS fp16 reduction", "_get_cublas_allow_fp16_reduced_precision_reduction", (), True),
-        ("cuBLAS bf16 reduction", "_get_cublas_allow_bf16_reduced_precision_reduction", (), True),
-        ("cuBLAS fp16 accumulation", "_get_cublas_allow_fp16_accumulation", (), False),
-        ("cuDNN", "_get_cudnn_enabled", (), True),
-        ("cuDNN deterministic", "_get_cudnn_deterministic", (), False),
-        ("cuDNN benchmark", "_get_cudnn_benchmark", (), False),
-        ("mkldnn", "_get_mkldnn_enabled", (), True),
-        ("mkldnn deterministic", "_get_mkldnn_deterministic", (), False),
-        ("fp32 products on cuda", "_get_fp32_precision_getter", ("cuda", "matmul"), "none"),
-        ("fp32 convolutions on cuda", "_get_fp32_precision_getter", ("cuda", "conv"), "tf32"),
-        ("fp32 recurrences on cuda", "_get_fp32_precision_getter", ("cuda", "rnn"), "tf32"),
-        ("fp32 products on mkldnn", "_get_fp32_precision_getter", ("mkldnn", "matmul"), "none"),
-        ("fp32 convolutions on mkldnn", "_get_fp32_precision_getter", ("mkldnn", "conv"), "none"),
-        ("fp32 recurrences on mkldnn", "_get_fp32_precision_getter", ("mkldnn", "rnn"), "none"),
-    )
-    if has(f"torch._C.{name}")
-]
-SETTINGS.append(("attention fast path", mha.get_fastpath_enabled, True))
-if has("torch._C._get_sdp_priority_order"):
-    order: Any = find("torch._C._get_sdp_priority_order")
-    SETTINGS.append(("attention order", lambda: tuple(order()), tuple(order())))
+# default. Every call reads them, so all getters are in C.
+GETTERS: tuple[tuple[str, str, tuple[str, ...], Any], ...] = (
+    ("deterministic algorithms", "_get_deterministic_algorithms", (), False),
+    ("deterministic warn_only", "_get_deterministic_algorithms_warn_only", (), False),
+    ("deterministic fill", "_get_deterministic_fill_uninitialized_memory", (), True),
+    ("flash attention", "_get_flash_sdp_enabled", (), True),
+    ("memory-efficient attention", "_get_mem_efficient_sdp_enabled", (), True),
+    ("math attention", "_get_math_sdp_enabled", (), True),
+    ("cuDNN attention", "_get_cudnn_sdp_enabled", (), True),
+    ("attention reduced in half", "_get_math_sdp_allow_fp16_bf16_reduction", (), False),
+    ("attention order", "_get_sdp_priority_order", (), None),  # None: as it is now
+    ("cuBLAS fp16 reduction", "_get_cublas_allow_fp16_reduced_precision_reduction", (), True),
+    ("cuBLAS bf16 reduction", "_get_cublas_allow_bf16_reduced_precision_reduction", (), True),
+    ("cuBLAS fp16 accumulation", "_get_cublas_allow_fp16_accumulation", (), False),
+    ("cuDNN", "_get_cudnn_enabled", (), True),
+    ("cuDNN deterministic", "_get_cudnn_deterministic", (), False),
+    ("cuDNN benchmark", "_get_cudnn_benchmark", (), False),
+    ("mkldnn", "_get_mkldnn_enabled", (), True),
+    ("mkldnn deterministic", "_get_mkldnn_deterministic", (), False),
+    ("fp32 products on cuda", "_get_fp32_precision_getter", ("cuda", "matmul"), "none"),
+    ("fp32 convolutions on cuda", "_get_fp32_precision_getter", ("cuda", "conv"), "tf32"),
+    ("fp32 recurrences on cuda", "_get_fp32_precision_getter", ("cuda", "rnn"), "tf32"),
+    ("fp32 products on mkldnn", "_get_fp32_precision_getter", ("mkldnn", "matmul"), "none"),
+    ("fp32 convolutions on mkldnn", "_get_fp32_precision_getter", ("mkldnn", "conv"), "none"),
+    ("fp32 recurrences on mkldnn", "_get_fp32_precision_getter", ("mkldnn", "rnn"), "none"),
+)
+
+
+def _settings() -> Iterator[tuple[str, Callable[[], Any], Any]]:
+    """Each label, with what reads it and the default. A getter that this PyTorch lacks, or that takes other arguments,
+    is left out, which the table of names says once."""
+    for label, own, given, usual in GETTERS:
+        if not has(name := f"torch._C.{own}"):
+            continue
+        getter = find(name)
+        read: Callable[..., Any] = partial(getter, *given) if given else getter
+        try:
+            value = read()
+        except Exception as error:
+            broken("settings", name, error)
+            continue
+        if isinstance(value, list):  # which no key can have
+            read, value = (lambda getter=getter: tuple(getter())), tuple(value)
+        yield label, read, value if usual is None else usual
+    yield "attention fast path", mha.get_fastpath_enabled, True
+
+
+SETTINGS = list(_settings())
 READ = tuple(read for _, read, _ in SETTINGS)
 F = TypeVar("F", bound=Callable[..., Any])
 NOTHING: AbstractContextManager[None] = nullcontext()
