@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -285,6 +285,14 @@ class Sharded(ShardedCheckpoints):
 
     def __reduce__(self) -> Any:
         raise TypeError("A Sharded cannot be copied or pickled: it holds compiled programs and this rank's place.")
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            """Only for what a `Sharded` has not: says whether its model or its optimizer has it."""
+            having = [kind for kind in ("model", "optimizer") if hasattr(vars(self).get(kind), name)]
+            cure = f" Use {' or '.join(f'sharded.{kind}.{name}' for kind in having)}." if having else ""
+            raise AttributeError(f"'Sharded' object has no attribute {name!r}.{cure}")
 
     def __repr__(self) -> str:
         return f"Sharded({type(self.model).__name__})\n{self.plan}"

@@ -31,6 +31,8 @@ def test_update_bn_works_on_the_model_of_both_faces_or_says_how() -> None:
     with model.gathered():  # type: ignore[operator]
         update_bn(loader, model)
     update_bn(loader, eager)
+    with pytest.raises(AttributeError, match=r"no attribute 'modules'. Use sharded\.model\.modules\.$"):
+        update_bn(loader, sharded)  # type: ignore[arg-type]
     update_bn(loader, sharded.model)
     for one in (model, taken):
         assert all(map(torch.equal, one.buffers(), eager.buffers()))
