@@ -20,7 +20,7 @@ from tests.launch import launch
 from tests.workers.local_steps import FOUR, TWO, Net, loss_of
 
 WORKER = Path(__file__).parents[1] / "workers" / "local_steps.py"
-# What these show is in another of the cases too: late parts are parts, and zero1 and zero2 lay shards out as zero3 does.
+# What these show is in another of the cases too: late parts are parts, zero1 and zero2 lay shards out as zero3 does.
 REPEATED = ("means", "parts", "inductor, late", "zero2", "zero1")
 
 

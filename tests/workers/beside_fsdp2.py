@@ -256,7 +256,7 @@ class Takes(Net):
 
 @arguments
 def dataclasses(step: int) -> Any:
-    return (Batch(rows(step), 1.0 + step),), {}
+    return (Batch(rows(step), 2.0 if step else 1.0),), {}
 
 
 @arguments
@@ -597,13 +597,13 @@ def other_dims(name: str, hybrid: bool = False, **options: Any) -> None:
 
 other_dims("other_dims")
 other_dims("other_dims_merged", units=3, mp_policy=REDUCED)
-other_dims("other_dims_on_replicas", hybrid=True)
+other_dims("other_dims_on_replicas", hybrid=True, units=1)
 
 
 @case
 def other_dims_saved(api: Any) -> Any:
     """By DCP, and whole; what is unsharded, written and assigned."""
-    net, again = mixture(api), mixture(api)
+    net, again = mixture(api, units=1), mixture(api, units=1)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
     for step in range(2):
         net(rows(step)).square().mean().backward()

@@ -86,10 +86,10 @@ def inserted(api: Any) -> Any:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     found = train(model, optimizer, 1)
     torch.manual_seed(1)
-    for one in (nn.Tanh(), api.fully_shard(nn.Linear(8, 8)), nn.Linear(8, 8)):
-        model.layers.insert(1, one)
-        if isinstance(one, nn.Linear):
-            optimizer.add_param_group({"params": list(one.parameters())})
+    for ones in ((nn.Tanh(), api.fully_shard(nn.Linear(8, 8))), (nn.Linear(8, 8),)):
+        for one in ones:
+            model.layers.insert(1, one)
+        optimizer.add_param_group({"params": list(ones[-1].parameters())})
         found += train(model, optimizer, 2)
     del model.layers[2], model.layers[0]
     return [*found, *train(model, optimizer, 1)]
