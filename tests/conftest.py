@@ -18,10 +18,11 @@ START = time.monotonic()
 # More than fourteen seconds of processor time each: first those that start ranks, the longest first, and beside them
 # those that wait more than they compute.
 LONG = (
-    "test_tensor_parallel_models", "test_lost_rank", "test_hosts", "test_failed_calls", "test_tensor_parallel",
-    "test_cli_resume", "test_uneven_parts", "test_tensor_parallel_loop", "test_fully_shard", "test_shared_folder",
+    "test_verify", "test_lost_rank", "test_beside_fsdp2", "test_hosts", "test_fully_shard", "test_cli_resume",
+    "test_tensor_parallel_models", "test_failed_calls", "test_tensor_parallel", "test_local_steps", "test_plan_search",
+    "test_uneven_parts", "test_tensor_parallel_loop", "test_shared_folder",
     "test_parity", "test_disagreements", "test_checkpoint_ranks", "test_memory", "test_fuzz", "test_whole_matrices",
-    "test_merged_units", "test_headroom", "test_cli_train", "test_lowering", "test_private_names", "test_verify",
+    "test_merged_units", "test_headroom", "test_cli_train", "test_lowering", "test_private_names",
     "test_tensor_parallel_checkpoints", "test_guards", "test_integrations", "test_expert_parallel",
     "test_kernels_compiled", "test_whole_matrices_edges", "test_examples", "test_cli_bench", "test_bundle",
     "test_modes", "test_direct_gradients", "test_dynamic_shapes", "test_cli_check", "test_api",

@@ -11,12 +11,13 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.utils.checkpoint import checkpoint
 
 from tests.launch import of_all
 
 WIDTH, VOCABULARY, LENGTH = 8, 16, 5
+SAME: dict[tuple[int, str], tuple[nn.Module, list[torch.Tensor]]] = {}  # of `same`, with its weights at first
 
 
 class Block(nn.Module):
@@ -72,6 +73,25 @@ def gpt(api: Any, mark: dict[str, Any] | None = None, **options: Any) -> Any:
     for layer in model.layers:
         api.fully_shard(layer, **(mark or {}))
     return api.fully_shard(model, **(mark or {}))
+
+
+def same(api: Any, kind: str, make: Callable[[], nn.Module]) -> Any:
+    """What ``make`` made at first, as it was then, for cases that leave no more than other weights: programs are made
+    once for all of them."""
+    if (id(api), kind) not in SAME:
+        model = make()
+        SAME[id(api), kind] = model, [full(one) for one in model.parameters()]
+    model, begun = SAME[id(api), kind]
+    model.requires_grad_(True).zero_grad()
+    with torch.no_grad():
+        for one, value in zip(model.parameters(), begun, strict=True):
+            assert isinstance(one, DTensor)
+            one.copy_(distribute_tensor(value, one.device_mesh, one.placements))
+    return model
+
+
+def same_gpt(api: Any) -> Any:
+    return same(api, "gpt", lambda: gpt(api))
 
 
 def weights(model: nn.Module) -> list[torch.Tensor]:

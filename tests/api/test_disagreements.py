@@ -48,8 +48,8 @@ SHOWN = (
     "leaves_after_another_call", "late", "loop_evaluates_more_on_the_first", "loop_evaluates_more_on_the_second",
 )  # fmt: skip
 
-# Ranks that differ in what another of the cases has too, at another time.
-REPEATED = ("known_shapes", "other_calls", "known_autocast_on_one", "inference_on_one")
+# Ranks that differ in what another of the cases has too, at another time; `many_rates` has forty that differ.
+REPEATED = ("known_shapes", "other_calls", "known_autocast_on_one", "inference_on_one", "rates")
 
 
 @pytest.fixture(scope="module")

@@ -167,7 +167,7 @@ def test_a_stale_read_in_backward_is_an_error(call: str, monkeypatch: pytest.Mon
 def test_a_stale_read_in_the_backward_of_a_microbatch_is_an_error(where: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """In any of three, of which the step compares the mean; the control compares losses alone."""
     found = {}
-    for gradients in (False, True):
+    for gradients in (False, True) if where == 1 else (True,):
         with monkeypatch.context() as off:
             sharded = sharded_backwards(gradients)
             calls = [sharded.accumulate, sharded.accumulate, sharded.step]
@@ -202,11 +202,11 @@ def test_a_stale_read_in_a_microbatch_or_an_evaluation_is_an_error(call: str, mo
     assert all(torch.equal(sums[key], one) for key, one in sharded.state.sums.items())
 
 
-@pytest.mark.parametrize(("accumulate", "weigh"), [("shards", "ranks"), ("full", "rows")])
-def test_microbatches_that_are_right_are_no_difference(accumulate: Any, weigh: Any) -> None:
+@pytest.mark.parametrize(("accumulate", "weigh", "every"), [("shards", "ranks", 1), ("full", "rows", 2)])
+def test_microbatches_that_are_right_are_no_difference(accumulate: Any, weigh: Any, every: int) -> None:
     """Uneven ones, in rows of two and three, evaluations, and a step without any; all of it is that without verify."""
     found = []
-    for verify in (False, 1, 2):
+    for verify in (False, every):
         torch.manual_seed(0)
         model = nn.Sequential(build(dropout=0.2), nn.BatchNorm1d(2))
         policy = Policy(lower="eager", accumulate=accumulate, weigh=weigh, verify=verify, clip=0.5)
@@ -219,7 +219,7 @@ def test_microbatches_that_are_right_are_no_difference(accumulate: Any, weigh: A
                 losses.append((sharded.accumulate if place < len(rows) - 1 else sharded.step)(*batch))
             losses.append(sharded(batches(1, 4)[0][0]).sum())
         found.append([*map(float, losses), *(one.tolist() for one in sharded.full_state_dict().values())])
-    assert found[0] == found[1] == found[2]
+    assert found[0] == found[1]
 
 
 def test_an_update_that_is_not_the_optimizers_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -412,9 +412,9 @@ DIFFERENT = {
 }
 
 
-@pytest.mark.parametrize(("case", "count"), [("same_as_without", 4), ("microbatches_as_without", 2)])
-def test_two_ranks_step_as_without_under_every_placement(results: dict[str, Any], case: str, count: int) -> None:
-    assert [one.get("result", one) for one in results[case]] == [repr([True] * count)] * 2
+@pytest.mark.parametrize("case", ["same_as_without", "microbatches_as_without"])
+def test_two_ranks_step_as_without_under_every_placement(results: dict[str, Any], case: str) -> None:
+    assert [one.get("result", one) for one in results[case]] == [repr([True] * 2)] * 2
 
 
 def test_no_rank_holds_the_model(results: dict[str, Any]) -> None:

@@ -15,6 +15,12 @@ results = results_of(WORKER, 4)
 
 
 @pytest.fixture(scope="module")
+def row() -> dict[str, Any]:
+    """What two ranks along tp show."""
+    return launch(WORKER, 2, "stale", "other_batches")
+
+
+@pytest.fixture(scope="module")
 def more() -> dict[str, Any]:
     """What shows again, on other models and formats, what these and tests of single programs show."""
     return launch(WORKER, 4, "distilled", "half")
@@ -62,9 +68,9 @@ def test_loss_parallel_clipping_and_microbatches(results: dict[str, Any]) -> Non
     assert found["wide"] == 0 and first(results, "gpt")["wide"] > 0  # nothing of the size of the vocabulary is made
 
 
-def test_verify_compares_gradients_of_parts(results: dict[str, Any]) -> None:
+def test_verify_compares_gradients_of_parts(row: dict[str, Any]) -> None:
     """The control compares forward alone. That what is right is no difference, `classes` shows."""
-    for found in answers(results, "stale"):
+    for found in answers(row, "stale"):
         assert "RankError: Policy.verify: in step" in found["True"] and "the gradient's norm is" in found["True"], found
         assert found["False"] == "nothing"
 
@@ -101,8 +107,8 @@ def test_dropout_is_the_same_where_activations_are(results: dict[str, Any]) -> N
         assert masks[rank][0][0] != masks[rank][1][0] and masks[rank][0][1] != masks[rank][1][1]
 
 
-def test_other_batches_along_tp_are_an_error_on_every_rank(results: dict[str, Any]) -> None:
-    found = answers(results, "other_batches")
+def test_other_batches_along_tp_are_an_error_on_every_rank(row: dict[str, Any]) -> None:
+    found = answers(row, "other_batches")
     for one in found:
         for call in ("step", "forward", "microbatch", "order", "seeds"):
             message, unchanged = one[call]

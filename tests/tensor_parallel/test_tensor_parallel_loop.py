@@ -26,9 +26,9 @@ def test_with_sequence_parallelism_and_clipping_it_is_fsdp2_to_the_bit(results: 
         assert found["unsharded"] == [True, "(Shard(dim=0),)"]
 
 
-def test_verify_compares_gradients_of_parts(results: dict[str, Any]) -> None:
+def test_verify_compares_gradients_of_parts() -> None:
     """The first call is no difference, and the second's derivative is one; the control compares forward alone."""
-    for found in answers(results, "verified"):
+    for found in answers(launch(WORKER, 2, "verified"), "verified"):
         assert "RankError: Policy.verify: in the backward" in found["True"] and "the gradient of" in found["True"], (
             found
         )

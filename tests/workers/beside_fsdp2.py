@@ -35,7 +35,7 @@ from fsdp_compiled.lower.split_forward_backward import whole_gradients
 from fsdp_compiled.runtime.programs import program_maker
 from tests import launch
 from tests.launch import of_all
-from tests.loops import beside, full, gradients, weights
+from tests.loops import beside, full, gradients, same, weights
 
 WIDTH = 8
 Call = Callable[[nn.Module, int], torch.Tensor]
@@ -129,7 +129,7 @@ def stopped(api: Any) -> Any:
             return y
 
     def call(net: Any, step: int) -> torch.Tensor:
-        net.step = step
+        net.step = int(step == 1)
         return net(rows(step))
 
     torch.manual_seed(0)
@@ -159,20 +159,22 @@ def sampled(api: Any) -> Any:
 
 
 @forward
-def counts(self: Any, x: torch.Tensor) -> torch.Tensor:
-    """Of all ranks; one buffer counts on."""
-    count = torch.tensor(float(x.shape[0]))
+def totals(self: Any, x: torch.Tensor) -> torch.Tensor:
+    """Of all ranks, which one buffer counts on; a mean and the most; this rank's own rows."""
+    count, mean, most = torch.tensor(float(x.shape[0])), x.mean(), x.max()
     dist.all_reduce(count)
     self.seen.add_(count)
-    return self.inner(x) * count / self.seen
+    dist.all_reduce(mean, op=dist.ReduceOp.AVG)
+    dist.all_reduce(most, dist.ReduceOp.MAX)
+    y = self.inner(x)[dist.get_rank() :] * (1 + dist.get_rank())
+    return y * count / self.seen * mean / most
 
 
 @forward
-def means_and_most(self: Any, x: torch.Tensor) -> torch.Tensor:
-    mean, most = x.mean(), x.max()
-    dist.all_reduce(mean, op=dist.ReduceOp.AVG)
-    dist.all_reduce(most, dist.ReduceOp.MAX)
-    return self.inner(x) * mean / most
+def within_groups(self: Any, x: torch.Tensor) -> torch.Tensor:
+    total = x.sum()
+    dist.all_reduce(total, group=GROUPS[dist.get_rank()])
+    return self.inner(x) * total
 
 
 @forward
@@ -182,35 +184,16 @@ def features_of_all_ranks(self: Any, x: torch.Tensor) -> torch.Tensor:
     every = [torch.zeros_like(y) for _ in range(dist.get_world_size())]
     dist.all_gather(every, y)
     every[dist.get_rank()] = y
-    return y @ torch.cat(every).t()
+    whole, half = torch.empty(dist.get_world_size() * len(y), WIDTH), torch.empty(WIDTH // dist.get_world_size())
+    dist.all_gather_into_tensor(whole, y.detach())
+    dist.reduce_scatter_tensor(half, y.detach().mean(0))
+    return y @ torch.cat(every).t() * (y @ whole.t()) * half.mean()
 
 
 @forward
 def features_with_derivatives(self: Any, x: torch.Tensor) -> torch.Tensor:
     y = self.inner(x)
     return y @ torch.cat(differentiable.all_gather(y)).t() * differentiable.all_reduce(y.mean(0)).mean()
-
-
-@forward
-def functional_collectives(self: Any, x: torch.Tensor) -> torch.Tensor:
-    y = self.inner(x)
-    return y * functional.all_reduce(y, "sum", dist.group.WORLD)
-
-
-@forward
-def into_one_tensor(self: Any, x: torch.Tensor) -> torch.Tensor:
-    y = self.inner(x)
-    whole, half = torch.empty(dist.get_world_size() * len(y), WIDTH), torch.empty(WIDTH // dist.get_world_size())
-    dist.all_gather_into_tensor(whole, y.detach())
-    dist.reduce_scatter_tensor(half, y.detach().mean(0))
-    return y @ whole.t() * half.mean()
-
-
-@forward
-def within_groups(self: Any, x: torch.Tensor) -> torch.Tensor:
-    total = x.sum()
-    dist.all_reduce(total, group=GROUPS[dist.get_rank()])
-    return self.inner(x) * total
 
 
 @forward
@@ -224,9 +207,9 @@ def in_a_checkpoint(self: Any, x: torch.Tensor) -> torch.Tensor:
     return self.c(checkpoint(inside, x, use_reentrant=False))
 
 
-@forward
-def rank_of(self: Any, x: torch.Tensor) -> torch.Tensor:
-    return self.inner(x)[dist.get_rank() :] * (1 + dist.get_rank())
+def functional_collectives(self: Any, x: torch.Tensor) -> torch.Tensor:
+    y = self.inner(x)
+    return y * functional.all_reduce(y, "sum", dist.group.WORLD)
 
 
 @case
@@ -273,7 +256,7 @@ class Takes(Net):
 
 @arguments
 def dataclasses(step: int) -> Any:
-    return (Batch(rows(step), 1.0 + step),), {}
+    return (Batch(rows(step), 2.0 if step else 1.0),), {}
 
 
 @arguments
@@ -309,25 +292,29 @@ def precision(name: str, parts: dict[str, MixedPrecisionPolicy], **options: Any)
 
 
 precision("reduced_otherwise", {"b": REDUCED}, mp_policy=MixedPrecisionPolicy(torch.bfloat16))
-precision("reductions_alone", {"b": MixedPrecisionPolicy(reduce_dtype=torch.bfloat16)})
+precision("each_its_own", {"a": MixedPrecisionPolicy(reduce_dtype=torch.bfloat16),
+                           "b": MixedPrecisionPolicy(torch.float16), "c": REDUCED})  # fmt: skip
 precision("root_apart", {"": MixedPrecisionPolicy()}, mp_policy=REDUCED)
-precision("three_dtypes", {"a": REDUCED, "b": MixedPrecisionPolicy(torch.float16),
-                           "c": MixedPrecisionPolicy(torch.float32)})  # fmt: skip
-precision("uniform", {}, mp_policy=REDUCED)
 precision("kept", {}, reshard_after_forward=False)
 
 
 # What is said to a part, and to replicas.
 
 
-def in_threes(
-    api: Any, tell: Callable[[Any, int], None], found: list[Any], hybrid: bool, steps: int = 6, **options: Any
-) -> list[Any]:
-    """``found``, with what a loop leaves that says something before each step; each third reduces all, and updates."""
+def new_net(api: Any, hybrid: bool = False, **options: Any) -> Any:
     torch.manual_seed(0)
-    shape = (2, dist.get_world_size() // 2)
-    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard")) if hybrid else None
-    net = mark(api, Net(), **(options | {"mesh": mesh} if hybrid else options))
+    if hybrid:
+        shape = (2, dist.get_world_size() // 2)
+        options["mesh"] = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
+    return mark(api, Net(), **options)
+
+
+def same_net(api: Any, hybrid: bool = False) -> Any:
+    return same(api, f"hybrid {hybrid}", lambda: new_net(api, hybrid))
+
+
+def in_threes(net: Any, tell: Callable[[Any, int], None], found: list[Any], steps: int = 6) -> list[Any]:
+    """``found``, with what a loop leaves that says something before each step; each third reduces all, and updates."""
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     for step in range(steps):
         tell(net, step)
@@ -341,9 +328,9 @@ def in_threes(
     return [*found, *weights(net)]
 
 
-def told(name: str, tell: Callable[[Any, int], None], hybrid: bool = False, **options: Any) -> None:
+def told(name: str, tell: Callable[[Any, int], None], net: Callable[[Any], Any]) -> None:
     """A case: six such steps."""
-    CASES[name] = lambda api: in_threes(api, tell, [], hybrid, **options)
+    CASES[name] = lambda api: in_threes(net(api), tell, [])
 
 
 def _part(net: Any, step: int) -> None:
@@ -370,12 +357,12 @@ def _divide(net: Any, step: int) -> None:
         one.set_gradient_divide_factor(3.0)
 
 
-told("a_part_waits", _part)
-told("replicas_wait", _all_reduce, hybrid=True)
-told("replicas_wait_in_bfloat16", _all_reduce, hybrid=True, mp_policy=REDUCED)
-told("ranks_and_replicas_wait", _both, hybrid=True)
-told("parts_wait", _parts, hybrid=True)
-told("divided_by_three", _divide, hybrid=True)
+told("a_part_waits", _part, same_net)
+told("replicas_wait", _all_reduce, partial(same_net, hybrid=True))
+told("replicas_wait_in_bfloat16", _all_reduce, partial(new_net, hybrid=True, mp_policy=REDUCED))
+told("ranks_and_replicas_wait", _both, partial(same_net, hybrid=True))
+told("parts_wait", _parts, partial(same_net, hybrid=True))
+told("divided_by_three", _divide, partial(new_net, hybrid=True))
 
 
 @case
@@ -402,13 +389,17 @@ class Heads(Net):
         return getattr(self, head)(torch.tanh(self.a(x)))
 
 
+def new_heads(api: Any) -> Any:
+    torch.manual_seed(0)
+    return mark(api, Heads())
+
+
 def held(name: str, *calls: tuple[Callable[[Any, int], torch.Tensor], Callable[[Any], Any] | None]) -> None:
     """A case: backwards hold gradients back, and the last one reduces. ``calls``: what is called, and what is done to
     the net before."""
 
     def run(api: Any) -> Any:
-        torch.manual_seed(0)
-        net, found = mark(api, Heads()), list[Any]()
+        net, found = same(api, "heads", lambda: new_heads(api)), list[Any]()
         optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
         for step in range(3):
             for place, (call, before) in enumerate(calls):
@@ -448,8 +439,7 @@ def never_called(api: Any) -> Any:
     """Parts that no forward has gathered yet have no gradient, and later ones zeros, from where these are asked for."""
     found = list[Any]()
     for asked in (0, 1):  # before this step
-        torch.manual_seed(0)
-        net = mark(api, Heads())
+        net = new_heads(api)
         for step, head in enumerate("bcb"):
             if step == asked:
                 net.set_reduce_scatter_unused_params(True)
@@ -470,8 +460,7 @@ def dropout_in_bfloat16(api: Any) -> Any:
 @case
 def watched(api: Any) -> Any:
     """CommDebugMode round each step, which sees collectives."""
-    torch.manual_seed(0)
-    net, found = mark(api, Net()), list[Any]()
+    net, found = new_net(api), list[Any]()
     for step in range(3):
         with CommDebugMode() as mode:
             loss = net(rows(step)).square().mean()
@@ -505,7 +494,7 @@ def hooked(name: str, hybrid: bool = False, steps: int = 6, factor: float = 1.7,
                 getattr(net, name).set_all_reduce_hook(partial(hook, name))
             _both(net, step)
 
-        return in_threes(api, tell, found, hybrid, steps, **options)
+        return in_threes(new_net(api, hybrid, **options), tell, found, steps)
 
     CASES[name] = run
 
@@ -607,15 +596,14 @@ def other_dims(name: str, hybrid: bool = False, **options: Any) -> None:
 
 
 other_dims("other_dims")
-other_dims("other_dims_in_bfloat16", mp_policy=REDUCED)
-other_dims("other_dims_merged", units=6)
-other_dims("other_dims_on_replicas", hybrid=True)
+other_dims("other_dims_merged", units=3, mp_policy=REDUCED)
+other_dims("other_dims_on_replicas", hybrid=True, units=1)
 
 
 @case
 def other_dims_saved(api: Any) -> Any:
     """By DCP, and whole; what is unsharded, written and assigned."""
-    net, again = mixture(api), mixture(api)
+    net, again = mixture(api, units=1), mixture(api, units=1)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
     for step in range(2):
         net(rows(step)).square().mean().backward()
@@ -698,8 +686,7 @@ def other_dims_broken(api: Any) -> Any:
 @case
 def broken(api: Any) -> Any:
     """A control: what must be noticed."""
-    torch.manual_seed(0)
-    return trained(mark(api, Net()), lambda net, step: net(rows(step)) * (1.0 if api is theirs else 1.0001))
+    return trained(same_net(api), lambda net, step: net(rows(step)) * (1.0 if api is theirs else 1.0001))
 
 
 def refused() -> dict[str, str]:

@@ -25,7 +25,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fsdp_compiled as ours
 from tests.launch import answer
-from tests.loops import GPT, batch, beside, full, gpt, gradients, loss_of, train, weights
+from tests.loops import GPT, batch, beside, full, gpt, gradients, loss_of, same_gpt, train, weights
 from tests.workers import fully_shard_classes, fully_shard_midway, fully_shard_models
 
 # All blocks of a model, and its root, gathered together, as far as they are alike: these models are small.
@@ -34,17 +34,17 @@ together = SimpleNamespace(
     fully_shard=partial(ours.fully_shard, policy=MERGED), register_fsdp_forward_method=ours.register_fsdp_forward_method
 )
 # Loops that see single units, their gradients or their state; the others run so in `make test-all`.
-MERGED_TOO = ("accumulate", "divided", "structured", "saved", "unsharded")
+MERGED_TOO = ("accumulate", "structured", "saved", "unsharded")
 
 
 def adamw(api: Any) -> Any:
-    model = gpt(api)
+    model = same_gpt(api)
     return train(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
 
 
 def sgd_groups(api: Any) -> Any:
     """Groups by the number of dims; momentum; a scheduler; the norm clipped."""
-    model = gpt(api)
+    model = same_gpt(api)
     flat = [one for one in model.parameters() if one.ndim < 2]
     wide = [one for one in model.parameters() if one.ndim >= 2]
     optimizer = torch.optim.SGD([{"params": flat}, {"params": wide, "weight_decay": 0.1}], lr=0.1, momentum=0.9)
@@ -67,7 +67,7 @@ def fused(api: Any) -> Any:
 
 def accumulate(api: Any) -> Any:
     """With communication in each backward, then without."""
-    model = gpt(api)
+    model = same_gpt(api)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     found: list[Any] = []
     for row in range(4):
@@ -129,7 +129,7 @@ def checkpointed(api: Any) -> Any:
 
 def several_forwards(api: Any) -> Any:
     """Preference loss: two forwards, one backward; then one forward, two backwards."""
-    model = gpt(api)
+    model = same_gpt(api)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     found: list[Any] = []
     for step in range(2):
@@ -145,7 +145,7 @@ def several_forwards(api: Any) -> Any:
 
 
 def autocast(api: Any) -> Any:
-    model = gpt(api)
+    model = same_gpt(api)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 
     def loss(model: nn.Module, step: int) -> torch.Tensor:
@@ -173,7 +173,7 @@ def mixed_precision(api: Any) -> Any:
 
 def scaler(api: Any) -> Any:
     """`torch.amp.GradScaler`, with an infinity on one rank in the second step."""
-    model = gpt(api)
+    model = same_gpt(api)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     scaler = torch.amp.GradScaler("cpu", init_scale=64.0, growth_interval=1)
     found: list[Any] = []
@@ -192,7 +192,7 @@ def scaler(api: Any) -> Any:
 
 def fused_scaler(api: Any) -> Any:
     """The same with a fused optimizer, which unscales by itself and skips where it is told of an infinity."""
-    model = gpt(api)
+    model = same_gpt(api)
     groups = [{"params": [one for one in model.parameters() if one.dim() == dim], "lr": 0.01 * dim} for dim in (1, 2)]
     optimizer = torch.optim.AdamW(groups, fused=True, amsgrad=True)
     scaler = torch.amp.GradScaler("cpu", init_scale=64.0, growth_interval=1)
@@ -209,7 +209,7 @@ def fused_scaler(api: Any) -> Any:
 
 def saved(api: Any) -> Any:
     """Checkpoints: a state_dict, DCP, and a full one from rank 0; EMA beside it."""
-    model = gpt(api)
+    model = same_gpt(api)
     average = gpt(api)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     found = train(model, optimizer, 2)
@@ -252,7 +252,7 @@ def assigned(api: Any) -> Any:
 
 def written(api: Any) -> Any:
     """Weights are clamped, initialised and copied between steps."""
-    model = gpt(api)
+    model = same_gpt(api)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     found = train(model, optimizer, 1)
     with torch.no_grad():
@@ -284,7 +284,7 @@ def hooks(api: Any) -> Any:
 
 
 def unsharded(api: Any) -> Any:
-    model = gpt(api)
+    model = same_gpt(api)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     found = train(model, optimizer, 1)
     model.unshard()
@@ -311,7 +311,7 @@ def hybrid(api: Any) -> Any:
 
 def around(api: Any) -> Any:
     """`torch.utils.checkpoint` around the model, and activations that are kept elsewhere."""
-    model = gpt(api)
+    model = same_gpt(api)
     tokens, targets = batch(0)
     logits = checkpoint(model, tokens, use_reentrant=False)
     F.cross_entropy(logits.flatten(0, 1), targets.flatten()).backward()
@@ -325,7 +325,7 @@ def around(api: Any) -> Any:
 
 def broken(api: Any) -> Any:
     """Trains with another rate under this package: what must be told apart."""
-    model = gpt(api)
+    model = same_gpt(api)
     return train(model, torch.optim.SGD(model.parameters(), lr=0.1 if api is theirs else 0.1000001))
 
 

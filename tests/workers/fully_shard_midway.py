@@ -16,12 +16,12 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.tensor import DTensor
 
-from tests.loops import GPT, batch, full, gpt, loss_of, train, weights
+from tests.loops import GPT, batch, full, gpt, loss_of, same_gpt, train, weights
 
 
 def copied(api: Any) -> Any:
     """A best state by ``copy.deepcopy``, and one that is saved while training goes on."""
-    model = gpt(api)
+    model = same_gpt(api)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     found = train(model, optimizer, 2)
     for one in model.parameters():
@@ -47,7 +47,7 @@ def copied(api: Any) -> Any:
 
 def regrouped(api: Any) -> Any:
     """Groups are added, frozen and thawed; the rate is a tensor."""
-    model = gpt(api)
+    model = same_gpt(api)
     rate = torch.tensor(1e-2)
     optimizer = torch.optim.AdamW(model.head.parameters(), lr=rate)
     found: list[Any] = []
@@ -86,10 +86,10 @@ def inserted(api: Any) -> Any:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     found = train(model, optimizer, 1)
     torch.manual_seed(1)
-    for one in (nn.Tanh(), api.fully_shard(nn.Linear(8, 8)), nn.Linear(8, 8)):
-        model.layers.insert(1, one)
-        if isinstance(one, nn.Linear):
-            optimizer.add_param_group({"params": list(one.parameters())})
+    for ones in ((nn.Tanh(), api.fully_shard(nn.Linear(8, 8))), (nn.Linear(8, 8),)):
+        for one in ones:
+            model.layers.insert(1, one)
+        optimizer.add_param_group({"params": list(ones[-1].parameters())})
         found += train(model, optimizer, 2)
     del model.layers[2], model.layers[0]
     return [*found, *train(model, optimizer, 1)]

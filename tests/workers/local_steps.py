@@ -359,13 +359,13 @@ def disagreeing(case: Case) -> dict[str, Any]:
     return found
 
 
-def main() -> list[Any]:
+def main(*names: str) -> list[Any]:
     torch.set_num_threads(1)
     two = dist.get_world_size() == 2
-    found: dict[str, Any] = {name: beside(case) for name, case in (TWO if two else FOUR).items()}
+    found: dict[str, Any] = {name: beside((TWO if two else FOUR)[name]) for name in names}
     found["int8"] = {
         str(late): beside(Case("ddp" if two else "zero3", flat=two, outer=OuterSGD(overlap=late), wire="int8"))
-        for late in (0, 1)
+        for late in (range(2) if two else range(1))
     }
     if two:
         case = Case("ddp", flat=True, optimizer="adamw")
