@@ -8,12 +8,16 @@ message has the user's line. Written for torch 2.11 to 2.14.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import types
+from collections.abc import Collection, Iterable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
+from torch import fx
 
+from fsdp_compiled.capture.aot import CaptureError
+from fsdp_compiled.capture.source_lines import user_line
 from fsdp_compiled.torch_private.dynamo import ConstantVariable, UserError, UserErrorType
 from fsdp_compiled.torch_private.names import TABLE, replaced
 
@@ -63,3 +67,33 @@ def check_attributes(batch: Mapping[str, torch.Tensor], asked: Iterable[str]) ->
                 f"batch {place} has an attribute of its own that forward or the loss asks for ({', '.join(found)}), "
                 "and a program knows nothing of what it is at each call. Pass its value with the batch."
             )
+
+
+def check_missing_gradients(module: fx.GraphModule, code: Collection[types.CodeType]) -> None:
+    """Raises `CaptureError` if backward of an ``autograd.Function`` may ask which of its gradients are None.
+
+    It may after ``ctx.set_materialize_grads(False)``, if no gradient comes to one of its results: Dynamo traces it with
+    a gradient for each.
+    """
+    if not any("set_materialize_grads" in one.co_names for one in code):
+        return
+    for graph in [one.graph for one in module.modules() if isinstance(one, fx.GraphModule)]:
+        reached: set[fx.Node] = set()
+        for node in reversed(graph.nodes):
+            if node.op == "output" or node in reached:
+                reached.update(filter(_has_gradient, node.all_input_nodes))
+            value = node.meta.get("example_value")
+            if "autograd_function" not in str(node.target) or not isinstance(value, tuple):
+                continue
+            wanted = {place for place, result in enumerate(value) if getattr(result, "requires_grad", False)}
+            if missing := wanted - {user.args[1] for user in node.users if user in reached}:
+                raise CaptureError(
+                    "An autograd.Function calls ctx.set_materialize_grads(False), and no gradient comes to result "
+                    f"{min(missing)} of it: backward may ask whether it is None, which is not known when it is traced."
+                    f"\n{user_line(RuntimeError(node.stack_trace))}\n  Cure: leave set_materialize_grads out of it; a "
+                    "gradient that is missing is then zeros."
+                )
+
+
+def _has_gradient(node: fx.Node) -> bool:
+    return bool(getattr(node.meta.get("example_value"), "requires_grad", True))

@@ -113,6 +113,10 @@ LOSSES: dict[str, tuple[Callable[..., Any], str]] = {
         "returned a tuple in the place of a scalar",
     ),
     "a list": (lambda model, x, y: [mse(model, x, y), x], "returned a list in the place of a scalar"),
+    "of a wrong decomposition": (  # trained with another loss before, and without a word
+        lambda model, x, y: F.multilabel_margin_loss(model(x), torch.tensor([[1, -1]]).expand(5, 2)),
+        r"multilabel_margin_loss takes what comes after(.|\n)*test_api_refused\.py(.|\n)*Cure",
+    ),
     "wrong shapes": (lambda model, x, y: mse(model, x.T, y), "failed while it was traced"),
 }
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -63,6 +64,52 @@ def test_what_a_trace_would_make_up_is_refused_with_the_line(kind: str) -> None:
     with pytest.raises(ValueError, match=said) as caught:
         sharded.value_and_grad(batch)
     assert "test_unknown_reads.py" in str(caught.value)
+
+
+class Apart(torch.autograd.Function):
+    """Its backward takes a gradient that is missing for something else than zeros."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        ctx.set_materialize_grads(False)
+        return 2 * x, x + 1
+
+    @staticmethod
+    def backward(ctx: Any, first: torch.Tensor | None, second: torch.Tensor | None) -> torch.Tensor | None:  # type: ignore[override]
+        return first if second is None or first is None else first + second
+
+
+USES: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
+    "unused": lambda first, second: first,
+    "detached": lambda first, second: second + first.detach(),
+    "both": lambda first, second: first * second,
+}
+
+
+@pytest.mark.parametrize("repeated", [False, True], ids=["once", "in-blocks"])
+@pytest.mark.parametrize("use", USES)
+def test_backward_that_may_ask_for_a_missing_gradient_is_refused_with_the_line(use: str, repeated: bool) -> None:
+    """It was traced with zeros, and where backward takes None for something else, trained otherwise in silence."""
+
+    class Block(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return USES[use](*Apart.apply(super().forward(x)))
+
+    torch.manual_seed(0)
+    model = nn.Sequential(*(Block(4, 4) for _ in range(3 if repeated else 1)))
+    mean(model, X).backward()
+    expected = [parameter.grad for parameter in model.parameters()]
+    model.zero_grad()
+    sharded = compile_sharded(model, None, loss=mean, policy=EAGER)
+    if use == "both":
+        gradients = sharded.value_and_grad(X)[1]
+        for one, gradient in zip(expected, gradients.values(), strict=True):
+            assert one is not None
+            torch.testing.assert_close(gradient.view_as(one), one, rtol=0, atol=0)
+    else:
+        with pytest.raises(ValueError, match=r"set_materialize_grads\(False\), and no gradient comes to") as caught:
+            sharded.value_and_grad(X)
+        assert "test_unknown_reads.py" in str(caught.value)
 
 
 def test_what_is_computed_has_no_gradient() -> None:
