@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from contextlib import nullcontext
+from contextlib import closing, nullcontext
 from functools import cached_property
 from pathlib import Path
 from typing import Any, get_args
@@ -209,12 +209,14 @@ class ShardedCheckpoints(ShardedCalls):
         ``label``: of the call, in which ranks meet first; None: they do not. ``then``: whether the result is a function
         that writes what was read, which is called.
         """
-        with self._meeting(label) if label is not None else nullcontext(), outside_modes():
+
+        def stages() -> Work[Any]:
             wait_for_host_memory(self.plan)
-            try:
-                found = lockstep(self._mesh, what, work)
-            finally:
-                work.close()
+            return (yield from work)
+
+        with self._meeting(label) if label is not None else nullcontext(), outside_modes():
+            with closing(stages()) as begun:
+                found = lockstep(self._mesh, what, begun)
             if then:
                 found()
         if then and self._local is not None:
