@@ -76,5 +76,5 @@ def save(plan: Plan, whole: dict[str, torch.Tensor], folder: Path) -> Manifest:
         images = Image(CPU).fill(files, [])
         sums = [data_file.write(folder / file.name, [image]) for file, image in zip(files, images)]
         made = Save(1, folder, None, False, head, {})
-        parts.append(writing.part_of(made, Written(files, {}, [], {}), rank, sums))
+        parts.append(writing.part_of(made, Written(files, {}, []), rank, sums))
     return merged(parts, {})  # raises where an element is missing or written twice

@@ -60,7 +60,7 @@ def run_convert(chosen: argparse.Namespace, _: Sequence[str]) -> int:
     found = convert(chosen.a, chosen.b, chosen.to)
     if found.left_out:
         print(f"left out: {', '.join(found.left_out)}")
-    print(f"{len(found.parameters)} parameters, {len(found.buffers)} buffers, step {found.step}: {chosen.b}")
+    print(f"{len(found.parameters)} parameters, {len(found.buffers)} buffers, step {found.manifest.step}: {chosen.b}")
     return 0
 
 

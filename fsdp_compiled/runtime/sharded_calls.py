@@ -24,7 +24,7 @@ from fsdp_compiled.lower.lowering import below_autograd
 from fsdp_compiled.optim.given_optimizer import check_step_hooks
 from fsdp_compiled.optim.hyperparameters import Hyperparameters
 from fsdp_compiled.optim.rules import make_rules_again
-from fsdp_compiled.runtime.checkpoint.checkpoints import Checkpoints
+from fsdp_compiled.runtime.checkpoint.writing import Checkpoints
 from fsdp_compiled.runtime.local_steps import LocalSteps
 from fsdp_compiled.runtime.managed_model import ManagedModel
 from fsdp_compiled.runtime.module_buffers import take

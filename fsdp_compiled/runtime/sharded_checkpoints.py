@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from contextlib import nullcontext
+from contextlib import closing, nullcontext
+from functools import cached_property
 from pathlib import Path
 from typing import Any, get_args
 
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
 from fsdp_compiled.capture.global_modes import outside_modes
-from fsdp_compiled.distributed.lockstep import lockstep
-from fsdp_compiled.runtime.checkpoint import dcp, hugging_face, whole
-from fsdp_compiled.runtime.checkpoint.checkpoints import Busy, check_wish, path
+from fsdp_compiled.distributed.lockstep import Work, lockstep
+from fsdp_compiled.runtime.checkpoint import dcp, hugging_face, loading, whole
 from fsdp_compiled.runtime.checkpoint.contents import Trained, check_extra
-from fsdp_compiled.runtime.checkpoint.writing import Saving
+from fsdp_compiled.runtime.checkpoint.saving import check_wish, path
+from fsdp_compiled.runtime.checkpoint.writing import Busy, Saving
 from fsdp_compiled.runtime.module_buffers import take
 from fsdp_compiled.runtime.sharded_calls import ShardedCalls, one_thread
+from fsdp_compiled.runtime.state import wait_for_host_memory
 
 
 class ShardedCheckpoints(ShardedCalls):
@@ -30,9 +34,8 @@ class ShardedCheckpoints(ShardedCalls):
             self._as_one("full_state_dict")
             self._taken.check()
             take(self._programs.module_buffers.replaced(), state.buffers, self._state.buffers)
-        with self._meeting("full_state_dict"), outside_modes():
-            work = whole.full_state_dict(self.model, self.plan, self._mesh, state.parameters, state.buffers)
-            return lockstep(self._mesh, "What full_state_dict collects", work)
+        work = whole.full_state_dict(self.model, self.plan, self._mesh, state.parameters, state.buffers)
+        return self._together("What full_state_dict collects", work, "full_state_dict")
 
     @one_thread
     def save(
@@ -99,9 +102,9 @@ class ShardedCheckpoints(ShardedCalls):
             self._checkpoints.wait()
             trained = self._trained("load")
         label = f"load from {place}, step {step}, strict={bool(strict)}, extra {list(given)}"
+        work = loading.load(place, step, bool(strict), trained, given, self._mesh)
         # One rank may load after a call that left its state half updated.
-        with self._meeting(label) if self._mesh.world > 1 else nullcontext(), outside_modes():
-            found = self._checkpoints.load(place, step, bool(strict), trained, given)
+        found = self._together("What load reads", work, label if self._mesh.world > 1 else None)
         if found is not None:
             self._row.end()
             self._calls.reopen()
@@ -118,9 +121,8 @@ class ShardedCheckpoints(ShardedCalls):
             place = path(folder)
             self._as_one("export")
             trained = self._trained("export", optimizer=False)
-        with self._meeting(f"export to {place}"), outside_modes():
-            work = hugging_face.export(place, self.model, trained, self._mesh)
-            self._checkpoints.run(trained, "What export writes", work)
+        work = hugging_face.export(place, self.model, trained, self._mesh)
+        self._together("What export writes", work, f"export to {place}")
 
     @one_thread
     def import_weights(self, folder: str | Path, strict: bool = True) -> None:
@@ -132,11 +134,9 @@ class ShardedCheckpoints(ShardedCalls):
         with self._refusing():
             place = path(folder)
             trained = self._trained("import_weights", optimizer=False)
-        with self._meeting(f"import from {place}, strict={bool(strict)}"), outside_modes():
-            work = hugging_face.read_weights(place, bool(strict), self.model, trained, self._mesh)
-            self._checkpoints.run(trained, "What import_weights reads", work)()
-        if self._local is not None:
-            self._local.restart()  # what was loaded is where the sites begin
+        work = hugging_face.read_weights(place, bool(strict), self.model, trained, self._mesh)
+        label = f"import from {place}, strict={bool(strict)}"
+        self._together("What import_weights reads", work, label, then=True)
 
     @one_thread
     def load_full_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -146,11 +146,8 @@ class ShardedCheckpoints(ShardedCalls):
         """
         with self._refusing():
             trained = self._trained("load_full_state_dict", optimizer=False)
-        with self._meeting("load_full_state_dict"), outside_modes():
-            work = whole.load_given(state_dict, self.model, trained, self._mesh)
-            self._checkpoints.run(trained, "What load_full_state_dict is given", work)()
-        if self._local is not None:
-            self._local.restart()  # what was loaded is where the sites begin
+        work = whole.load_given_weights(state_dict, self.model, trained, self._mesh)
+        self._together("What load_full_state_dict is given", work, "load_full_state_dict", then=True)
 
     @one_thread
     def full_optimizer_state_dict(self) -> dict[str, Any]:
@@ -159,9 +156,8 @@ class ShardedCheckpoints(ShardedCalls):
             self._need_optimizer("full_optimizer_state_dict")
             self._of_all_sites("full_optimizer_state_dict")
             trained = self._trained("full_optimizer_state_dict")
-        with self._meeting("full_optimizer_state_dict"), outside_modes():
-            work = whole.optimizer_state_dict(trained, self._mesh)
-            return self._checkpoints.run(trained, "What full_optimizer_state_dict collects", work)
+        work = whole.optimizer_state_dict(trained, self._mesh)
+        return self._together("What full_optimizer_state_dict collects", work, "full_optimizer_state_dict")
 
     @one_thread
     def load_full_optimizer_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -173,9 +169,9 @@ class ShardedCheckpoints(ShardedCalls):
             self._need_optimizer("load_full_optimizer_state_dict")
             self._of_all_sites("load_full_optimizer_state_dict")
             trained = self._trained("load_full_optimizer_state_dict")
-        with self._meeting("load_full_optimizer_state_dict"), outside_modes():
-            work = whole.load_optimizer(state_dict, trained, self._mesh)
-            self._checkpoints.run(trained, "What load_full_optimizer_state_dict is given", work)()
+        work = whole.load_optimizer(state_dict, trained, self._mesh)
+        label = "load_full_optimizer_state_dict"
+        self._together(f"What {label} is given", work, label, then=True)
 
     @one_thread
     def state_dict(self) -> dict[str, Any]:
@@ -191,8 +187,8 @@ class ShardedCheckpoints(ShardedCalls):
             self._of_all_sites("state_dict")
             self._checkpoints.wait()
             trained = self._trained("state_dict")
-        with self._meeting("state_dict"), outside_modes():
-            return self._checkpoints.state_dict(trained)
+        work = dcp.state_dict(trained, self._mesh, lambda: self._ranks)
+        return self._together("What state_dict collects", work, "state_dict")
 
     @one_thread
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -203,10 +199,34 @@ class ShardedCheckpoints(ShardedCalls):
         with self._refusing():
             self._of_all_sites("load_state_dict")
             trained = self._trained("load_state_dict")
-        with self._meeting("load_state_dict"), outside_modes():
-            work = dcp.load_state_dict(state_dict, trained, self._mesh)
-            self._checkpoints.run(trained, "What load_state_dict is given", work)()
+        work = dcp.load_state_dict(state_dict, trained, self._mesh)
+        self._together("What load_state_dict is given", work, "load_state_dict", then=True)
         self._row.end()
+
+    def _together(self, what: str, work: Work[Any], label: str | None, then: bool = False) -> Any:
+        """Returns the work's result on this rank once every rank has come to its end. Collective.
+
+        ``label``: of the call, in which ranks meet first; None: they do not. ``then``: whether the result is a function
+        that writes what was read, which is called.
+        """
+
+        def stages() -> Work[Any]:
+            wait_for_host_memory(self.plan)
+            return (yield from work)
+
+        with self._meeting(label) if label is not None else nullcontext(), outside_modes():
+            with closing(stages()) as begun:
+                found = lockstep(self._mesh, what, begun)
+            if then:
+                found()
+        if then and self._local is not None:
+            self._local.restart()  # what was loaded is where the sites begin
+        return found
+
+    @cached_property
+    def _ranks(self) -> DeviceMesh | None:
+        """All ranks on one axis. Collective where it is made."""
+        return init_device_mesh(self._mesh.device.type, (self._mesh.world,)) if self._mesh.world > 1 else None
 
     def _outside_join(self, call: str) -> None:
         if self._joined is not None:

@@ -84,7 +84,7 @@ def longer(path: Path) -> None:
 EDITS: dict[str, tuple[Callable[[Path], None], str]] = {
     "before the tensors": (entry(data_offsets=[-96, 0]), "is no safetensors file, or damaged"),
     "in another tensor": (entry(data_offsets=[4, 100]), "is no safetensors file, or damaged"),
-    "whole numbers": (entry(dtype="I32"), "is torch.float32 here, and torch.int32 there"),
+    "whole numbers": (entry(dtype="I32"), r"is float32\[6, 4\] here, and int32\[6, 4\] in the checkpoint"),
     "half a number": (entry(shape=[4.0, 6]), "is no safetensors file, or damaged"),
     "no entry": (header(lambda entries: entries.update({"head.weight": 5})), "is no safetensors file, or damaged"),
     "a list": (header(lambda entries: [1]), "is no safetensors file, or damaged"),

@@ -74,5 +74,5 @@ def test_chunks_of_parts_of_different_sizes(shape: tuple[int, ...], dim: int) ->
         for start, stop in ((0, len(flat)), (1, len(flat) - 1), (len(flat) // 2, len(flat))):
             found = torch.zeros_like(flat)[start:stop]
             for one in chunks_of("it", leaf, Place(0, part), start, found):
-                one.values.copy_(one.of(whole))
+                one.values.copy_(one.part_of(whole))
             assert torch.equal(found, flat[start:stop])

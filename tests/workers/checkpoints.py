@@ -89,7 +89,7 @@ def by_name(sharded: Sharded) -> dict[str, list[float]]:
     own = [
         (
             one.name,
-            one.of(torch.arange(math.prod(one.shape)).view(one.shape)).flatten().tolist(),
+            one.part_of(torch.arange(math.prod(one.shape)).view(one.shape)).flatten().tolist(),
             one.values.flatten().tolist(),
         )
         for one in held(sharded.plan, programs.rules, place, state.parameters, state.optimizer)

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from fsdp_compiled import Policy, Sharded, compile_sharded
-from fsdp_compiled.runtime import shard_model
+from fsdp_compiled.runtime import shard_model, sharded_checkpoints
 from fsdp_compiled.runtime.checkpoint import whole
 from tests.toys import squares
 from tests.workers.ranks import RANK, main
@@ -128,8 +128,11 @@ def collected(where: str) -> dict[str, Any]:
         handle.remove()
     else:
         wrong = mock.Mock(side_effect=torch.OutOfMemoryError("tried to allocate more than there is"))
-        name, rank = {"copy": ("read_slot", 0), "first": ("wait_for_host_memory", 1)}[where]
-        patched: AbstractContextManager[Any] = mock.patch.object(whole, name, wrong)
+        owner, name, rank = {
+            "copy": (whole, "read_slot", 0),
+            "first": (sharded_checkpoints, "wait_for_host_memory", 1),
+        }[where]
+        patched: AbstractContextManager[Any] = mock.patch.object(owner, name, wrong)
         with patched if rank == RANK else nullcontext():
             found = caught(sharded.full_state_dict)
     same = before == weights(sharded)

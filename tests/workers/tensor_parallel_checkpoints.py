@@ -22,7 +22,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from fsdp_compiled import Policy, Sharded, compile_sharded
 from fsdp_compiled.distributed.mesh import Mesh
-from fsdp_compiled.runtime.checkpoint import checkpoints
+from fsdp_compiled.runtime.checkpoint import loading
 from fsdp_compiled.runtime.checkpoint.chunks import Place
 from tests.cut_models import VOCABULARY, Net, loss_fn
 from tests.launch import answer, of_all, told
@@ -183,7 +183,7 @@ def save(folder: Path) -> dict[str, Any]:
     found["same mesh"] = equal(trained(sharded), expected)
     found["bit for bit"] = train(sharded, BEFORE, BEFORE + AFTER) == losses
     again = build(1, square)
-    with mock.patch.object(checkpoints, "place_of", swapped):
+    with mock.patch.object(loading, "place_of", swapped):
         again.load(folder)
     found["other parts"] = equal(trained(again), expected)
 

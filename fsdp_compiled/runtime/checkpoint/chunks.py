@@ -21,12 +21,12 @@ Elements ``[start, stop)`` of a tensor, in memory order, are at most ``2 * dims 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import NamedTuple
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from fsdp_compiled.distributed.mesh import Mesh
 from fsdp_compiled.optim.rule import Rule, rule_for
@@ -36,6 +36,7 @@ from fsdp_compiled.runtime.parameters.shard_layout import ShardPlace
 from fsdp_compiled.torch_private.dtensor import LocalShardsWrapper
 
 Shape = tuple[int, ...]
+Rectangle = tuple[int, Shape, Shape]  # the number of its first element, where it begins, its length in each dim
 GRAIN = 64  # elements: replicas split a shard's elements in multiples of it
 
 
@@ -62,9 +63,22 @@ class Chunk:
         """Its name in a file."""
         return key_of(self.name, self.offsets, tuple(self.values.shape), self.shape)
 
-    def of(self, whole: torch.Tensor) -> torch.Tensor:
-        """A view of these elements of the whole tensor."""
-        return whole[tuple(slice(o, o + size) for o, size in zip(self.offsets, self.values.shape, strict=True))]
+    def part_of(self, given: torch.Tensor) -> torch.Tensor:
+        """A view of these elements of the tensor, which is whole, or in the form of `wrapped`.
+
+        Raises ``ValueError`` if it is cut in another way.
+        """
+        if not isinstance(given, DTensor):
+            return given.detach()[tuple(slice(o, o + n) for o, n in zip(self.offsets, self.values.shape, strict=True))]
+        local = given.to_local()
+        if isinstance(local, LocalShardsWrapper):
+            for offsets, shard in zip(local.local_offsets(), local.local_shards(), strict=True):
+                if (tuple(offsets), shard.shape) == (self.offsets, self.values.shape):
+                    return shard
+        raise ValueError(
+            f"{self.name} is cut in another way, so nothing was loaded: give what state_dict() returned here, or whole "
+            "tensors."
+        )
 
 
 def key_of(name: str, offsets: Shape, sizes: Shape, shape: Shape) -> str:
@@ -72,6 +86,13 @@ def key_of(name: str, offsets: Shape, sizes: Shape, shape: Shape) -> str:
     if sizes == shape:
         return name
     return f"{name}[{', '.join(f'{start}:{start + size}' for start, size in zip(offsets, sizes, strict=True))}]"
+
+
+def by_name(chunks: Iterable[Chunk]) -> dict[str, list[Chunk]]:
+    found: dict[str, list[Chunk]] = {}
+    for one in chunks:
+        found.setdefault(one.name, []).append(one)
+    return found
 
 
 def whole_chunk(name: str, values: torch.Tensor) -> Chunk:
@@ -138,12 +159,9 @@ class Holders:
         return same.index(self.rank), len(same)
 
 
-def parameter_name(slot: Slot) -> str:
-    return f"model.{slot.name}"
-
-
-def state_name(slot: Slot, name: str) -> str:
-    return f"optimizer.state.{slot.name}.{name}"
+def name_of(slot: Slot, name: str | None = None) -> str:
+    """The name of a parameter, or of the state of this name that an optimizer keeps for it."""
+    return f"model.{slot.name}" if name is None else f"optimizer.state.{slot.name}.{name}"
 
 
 def split_state_name(key: str) -> tuple[str, str] | None:
@@ -166,11 +184,10 @@ def tensors(plan: Plan, rules: Sequence[Rule], optimizer: Mapping[str, torch.Ten
     """Every tensor that the ranks hold together, without pieces."""
     found: dict[str, Entry] = {}
     for buffer in plan.buffers:
-        for slot in buffer.slots:
-            found[parameter_name(slot)] = Entry(slot.leaf.whole_shape, slot.leaf.dtype)
-            for name in per_element(buffer, rules):
-                dtype = optimizer[f"{buffer.key}.{name}"].dtype
-                found[state_name(slot, name)] = Entry(slot.leaf.whole_shape, dtype)
+        for name in (None, *per_element(buffer, rules)):
+            for slot in buffer.slots:
+                dtype = slot.leaf.dtype if name is None else optimizer[f"{buffer.key}.{name}"].dtype
+                found[name_of(slot, name)] = Entry(slot.leaf.whole_shape, dtype)
     return found
 
 
@@ -199,9 +216,8 @@ def held(
                 own = buffer.part(slot, place.shard if cut else 0, buffer.numel // values.numel())
                 start, stop = max(own.offset, first), min(own.end, last)
                 if start < stop:
-                    tensor = parameter_name(slot) if name is None else state_name(slot, name)
                     begin = own.first + start - own.offset
-                    yield from chunks_of(tensor, slot.leaf, place, begin, values[start:stop])
+                    yield from chunks_of(name_of(slot, name), slot.leaf, place, begin, values[start:stop])
 
 
 def chunks_of(name: str, leaf: Leaf, place: Place, start: int, values: torch.Tensor) -> Iterator[Chunk]:
@@ -218,36 +234,28 @@ def chunks_of(name: str, leaf: Leaf, place: Place, start: int, values: torch.Ten
             yield Chunk(name, at, inside, leaf.whole_shape)
 
 
-class Rectangle(NamedTuple):
-    """The number of its first element, where it begins, and how long it is in each dim."""
-
-    first: int
-    offsets: Shape
-    sizes: Shape
-
-
 def rectangles(shape: Sequence[int], order: Sequence[int], start: int, stop: int) -> Iterator[Rectangle]:
     """Rectangles of elements ``[start, stop)`` of a tensor whose dims lie in this order in memory, slowest first."""
     back = [order.index(dim) for dim in range(len(shape))]
     for first, offsets, sizes in _contiguous([shape[dim] for dim in order], start, stop):
-        yield Rectangle(first, tuple(offsets[at] for at in back), tuple(sizes[at] for at in back))
+        yield first, tuple(offsets[at] for at in back), tuple(sizes[at] for at in back)
 
 
 def _contiguous(shape: Sequence[int], start: int, stop: int) -> Iterator[Rectangle]:
     if start >= stop:
         return
     if not shape:
-        yield Rectangle(start, (), ())
+        yield start, (), ()
         return
     inner = math.prod(shape[1:])
     row, rows = start // inner, (stop - start) // inner
     if start % inner or not rows:  # it begins inside a row
         end = min(stop, (row + 1) * inner)
         for first, offsets, sizes in _contiguous(shape[1:], start % inner, end - row * inner):
-            yield Rectangle(first + row * inner, (row, *offsets), (1, *sizes))
+            yield first + row * inner, (row, *offsets), (1, *sizes)
     else:
         end = start + rows * inner
-        yield Rectangle(start, (row, *[0] * (len(shape) - 1)), (rows, *shape[1:]))
+        yield start, (row, *[0] * (len(shape) - 1)), (rows, *shape[1:])
     yield from _contiguous(shape, end, stop)
 
 

@@ -20,11 +20,10 @@ A value is written once if all ranks have the same one. Otherwise it is written 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
@@ -137,6 +136,18 @@ def options(optimizer: Optimizer) -> list[dict[str, Any]]:
     return found
 
 
+def optimizer_values(
+    numbers: Mapping[str, Mapping[str, Any]], groups: Iterable[Mapping[str, Any]]
+) -> dict[str, dict[str, Any]]:
+    """What a manifest has of an optimizer of another format. ``numbers``: each parameter's, such as its step count;
+    ``groups``: options, and parameters' names as ``params``."""
+    told = [{name: encode(plain(value), name, {}) for name, value in group.items()} for group in groups]
+    names = [group.pop("params", []) for group in told]
+    records = [{"parameters": [name], "scalars": encode(dict(own), "", {})} for name, own in numbers.items()]
+    values = {"optimizer": {"class": None, "groups": told, "parameters": names}, "scalars": records}
+    return {name: {"same": value} for name, value in values.items()}
+
+
 def plain(value: Any) -> Any:
     """A rate that is a tensor or a NumPy number, as a Python number; also inside a tuple or list."""
     if type(value) in (tuple, list):
@@ -157,40 +168,38 @@ def numbers_of(state: State, plan: Plan, rule: Rule) -> Iterator[tuple[list[str]
 
 
 class _Source(NamedTuple):
-    """A source of random numbers: its state, how to set it, how to try that, and how to seed it."""
+    """A source of random numbers: its state, how to set it, and how to seed it."""
 
     state: Callable[[], Any]
     put: Callable[[Any], Any]
-    try_: Callable[[Any], Any]  # on a generator of its own
     seed: Callable[[str], Any]
 
 
 def _sources(device: torch.device) -> dict[str, _Source]:
     """This rank's generators, by name."""
-    default, spare = torch.default_generator, random.Random()
+    default = torch.default_generator
 
     def python() -> tuple[Any, ...]:
         version, words, gauss = random.getstate()
         return version, torch.tensor(words, dtype=torch.int64), gauss
 
-    def to_python(to: random.Random | ModuleType, saved: Sequence[Any]) -> None:
+    def to_python(saved: Sequence[Any]) -> None:
         version, words, gauss = saved
-        to.setstate((version, tuple(words.tolist()), gauss))
+        random.setstate((version, tuple(words.tolist()), gauss))
 
     found = {
-        "cpu": _Source(default.get_state, default.set_state, torch.Generator().set_state, partial(seed, default)),
-        "python": _Source(python, partial(to_python, random), partial(to_python, spare), random.seed),
+        "cpu": _Source(default.get_state, default.set_state, partial(seed, default)),
+        "python": _Source(python, to_python, random.seed),
     }
     if device.type == "cuda":
         own = default_generator(device)
-        found["cuda"] = _Source(own.get_state, own.set_state, torch.Generator(device).set_state, partial(seed, own))
+        found["cuda"] = _Source(own.get_state, own.set_state, partial(seed, own))
     with suppress(ImportError):
         from numpy import random as numpy
 
         found["numpy"] = _Source(
-            numpy.get_state, numpy.set_state, numpy.RandomState().set_state,
-            lambda text: numpy.seed(random.Random(text).getrandbits(32)),
-        )  # fmt: skip
+            numpy.get_state, numpy.set_state, lambda text: numpy.seed(random.Random(text).getrandbits(32))
+        )
     return found
 
 
@@ -201,16 +210,19 @@ def generators(state: State, device: torch.device) -> dict[str, Any]:
 
 
 def check_generators(saved: Mapping[str, Any], device: torch.device) -> None:
-    """Raises ``ValueError`` where `set_generators` could not take these states."""
-    try:
-        for name, source in _sources(device).items():
+    """Raises ``ValueError`` where `set_generators` could not take these states. All stay as they are."""
+    for name, source in _sources(device).items():
+        before = source.state()
+        try:
             if name in saved or name in ("cpu", "python"):
-                source.try_(saved[name])
-    except Exception as error:
-        raise ValueError(
-            f"The checkpoint's random state is not one that can be set here ({type(error).__name__}: {error}), so "
-            "nothing was loaded. Load another checkpoint: load(folder, step=...)."
-        ) from error
+                source.put(saved[name])
+        except Exception as error:
+            raise ValueError(
+                f"The checkpoint's random state is not one that can be set here ({type(error).__name__}: {error}), so "
+                "nothing was loaded. Load another checkpoint: load(folder, step=...)."
+            ) from error
+        finally:
+            source.put(before)
 
 
 def set_generators(saved: Mapping[str, Any], state: State, device: torch.device) -> None:

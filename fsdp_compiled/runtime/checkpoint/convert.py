@@ -15,13 +15,11 @@ from __future__ import annotations
 import io
 import itertools
 import pickle
-import shutil
-import uuid
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 import xxhash
@@ -35,11 +33,11 @@ from fsdp_compiled.runtime.checkpoint import data_file, hugging_face, loading
 from fsdp_compiled.runtime.checkpoint import folder as folders
 from fsdp_compiled.runtime.checkpoint import manifest as manifests
 from fsdp_compiled.runtime.checkpoint.chunks import Entry, Piece, split_state_name, whole_chunk
-from fsdp_compiled.runtime.checkpoint.data_file import Item, Layout, lay_out, memory_of
-from fsdp_compiled.runtime.checkpoint.dcp import STEPPED
+from fsdp_compiled.runtime.checkpoint.contents import optimizer_values
+from fsdp_compiled.runtime.checkpoint.data_file import Layout, lay_out, memory_of, unread
 from fsdp_compiled.runtime.checkpoint.manifest import DataFile, Manifest
-from fsdp_compiled.runtime.checkpoint.values import decode, encode
-from fsdp_compiled.runtime.checkpoint.whole import Lazy
+from fsdp_compiled.runtime.checkpoint.owned_state import STEPPED
+from fsdp_compiled.runtime.checkpoint.values import decode, tensor_names
 
 METADATA = ".metadata"  # of DCP
 ALLOWED = {
@@ -54,23 +52,28 @@ ALLOWED = {
     "pathlib._local": {"PosixPath", "PurePosixPath", "WindowsPath", "Path"},
     "collections": {"OrderedDict"},
 }  # fmt: skip
+KEPT = ("buffer", "optimizer", "scalars", "updates")  # kinds of values that other layouts have a place for
 To = Literal["ours", "dcp", "hf"]
 ALONE = Mesh(torch.device("cpu"))
 
 
-@dataclass
-class Contents:
-    """What every layout has of a run. ``numbers``: by parameter, state that is one number, such as the step count."""
+class Contents(NamedTuple):
+    """What any layout has of a run: its manifest, as this package writes it; the tensors of it, not read yet, by name;
+    and what the checkpoint has beside."""
 
-    parameters: dict[str, Lazy] = field(default_factory=dict)
-    buffers: dict[str, Lazy] = field(default_factory=dict)
-    state: dict[str, dict[str, Lazy]] = field(default_factory=dict)  # by parameter and name
-    numbers: dict[str, dict[str, Any]] = field(default_factory=dict)
-    groups: list[tuple[list[str], dict[str, Any]]] = field(default_factory=list)  # parameters, options
-    aliases: dict[str, str] = field(default_factory=dict)
-    kind: str | None = None  # the optimizer's class
-    step: int = 0
-    left_out: list[str] = field(default_factory=list)
+    manifest: Manifest
+    tensors: dict[str, torch.Tensor]
+    left_out: list[str]
+
+    @property
+    def parameters(self) -> dict[str, torch.Tensor]:
+        """Of a layout that does not say which tensors are buffers, these too."""
+        return {name.removeprefix("model."): one for name, one in self.tensors.items() if name.startswith("model.")}
+
+    @property
+    def buffers(self) -> dict[str, torch.Tensor]:
+        names = [name for name in self.manifest.values if name.startswith("buffer ")]
+        return {name.removeprefix("buffer "): self.tensors[self.manifest.first(name)["$tensor"]] for name in names}
 
 
 def convert(source: Path, target: Path, to: To) -> Contents:
@@ -80,26 +83,11 @@ def convert(source: Path, target: Path, to: To) -> Contents:
     contents = read(source)
     if to != "ours" and not contents.parameters:
         raise ValueError(f"{source} holds no parameters.")
-    aside = target.with_name(f".{target.name}.{uuid.uuid4().hex[:8]}")
     try:
-        aside.mkdir(parents=True)
-        place = aside
-        if to == "ours":
-            place = folders.path_of(aside, contents.step)
-            place.mkdir()
-            _write_ours(place, contents)
-        elif to == "dcp":
-            _write_dcp(aside, contents)
-        else:
-            _write_hf(aside, contents)
-        folders.sync(place)
-        folders.sync(aside)
-        aside.rename(target)
-        folders.sync(target.parent)
+        with folders.aside(target) as place:
+            {"ours": _write_ours, "dcp": _write_dcp, "hf": _write_hf}[to](place, contents)
     except OSError as error:
         raise ValueError(f"{target} cannot be written: {error.strerror or error}.") from error
-    finally:
-        shutil.rmtree(aside, ignore_errors=True)
     return contents
 
 
@@ -112,50 +100,35 @@ def read(source: Path) -> Contents:
     if steps := folders.steps(source):
         return _from_ours(folders.path_of(source, steps[-1]))
     if hugging_face.is_there(source):
-        return Contents(parameters=hugging_face.tensors_of(source))
+        tensors = {f"model.{key}": one for key, one in hugging_face.tensors_of(source).items()}
+        return Contents(_manifest(), tensors, [])
     raise ValueError(
         f"{source} is no checkpoint: it has neither {manifests.NAME} nor step-N folders, nor {METADATA}, nor "
         "model.safetensors or its index."
     )
 
 
-def _lazy(folder: Path, manifest: Manifest, name: str) -> Lazy:
-    """A tensor from files with a manifest, verified if there are checksums."""
-    entry = manifest.tensors[name]
-
-    def whole() -> torch.Tensor:
-        wanted = whole_chunk(name, torch.empty(entry.shape, dtype=entry.dtype, device="meta"))
-        pairs, _ = lockstep(ALONE, "what is read", loading.read(folder, manifest, ALONE, [wanted], [], rest=False))
-        return pairs[0][1]
-
-    return Lazy(entry.shape, entry.dtype, whole)
+def _manifest(step: int = 0) -> Manifest:
+    return Manifest(step, 1, {}, {"updates": {"same": step}}, {}, {}, {})
 
 
 def _from_ours(folder: Path) -> Contents:
     manifest = manifests.read(folder)
     loading.check_headers(folder, manifest, manifest.files)
-    found = Contents(aliases=dict(manifest.aliases), step=manifest.step)
-    for name in manifest.tensors:
-        if name.startswith("model."):
-            found.parameters[name.removeprefix("model.")] = _lazy(folder, manifest, name)
-        elif (of := split_state_name(name)) is not None:
-            found.state.setdefault(of[0], {})[of[1]] = _lazy(folder, manifest, name)
-    for name, value in manifest.values.items():
-        tree = value["same"] if "same" in value else value["by_rank"][0]
-        kind, _, rest = name.partition(" ")
-        if kind == "buffer":
-            found.buffers[rest] = _lazy(folder, manifest, tree["$tensor"])
-        elif kind == "optimizer":
-            found.kind = tree["class"]
-            options = [{key: decode(one, {}) for key, one in group.items()} for group in tree["groups"]]
-            found.groups = list(zip(tree["parameters"], options, strict=True))
-        elif kind == "scalars":
-            for record in tree:
-                numbers = {key: decode(one, {}) for key, one in record["scalars"].items()}
-                found.numbers |= dict.fromkeys(record["parameters"], numbers)
-        elif kind != "updates":
-            found.left_out.append(name)
-    return found
+    values = {name: {"same": manifest.first(name)} for name in manifest.values if name.partition(" ")[0] in KEPT}
+    own = {*tensor_names(list(values.values()))}
+
+    def whole(name: str) -> torch.Tensor:
+        wanted = whole_chunk(name, torch.empty(manifest.tensors[name].shape, device="meta"))
+        pairs, _ = lockstep(ALONE, "what is read", loading.read(folder, manifest, ALONE, [wanted], [], rest=False))
+        return pairs[0][1]
+
+    tensors = {
+        name: unread(entry.shape, entry.dtype, partial(whole, name))
+        for name, entry in manifest.tensors.items()
+        if name.startswith(("model.", "optimizer.state.")) or name in own
+    }
+    return Contents(replace(manifest, values=values), tensors, [name for name in manifest.values if name not in values])
 
 
 class _Careful(pickle.Unpickler):
@@ -214,72 +187,64 @@ class _Files(FileSystemReader):
 
 def _from_dcp(folder: Path) -> Contents:
     reader = _Files(folder)
-    entries = reader.entries
-    lazy = {
-        key: Lazy(tuple(entry.size), entry.properties.dtype, partial(reader.read, key))
-        for key, entry in entries.items()
+    rest = {  # by DCP's key
+        key: unread(entry.size, entry.properties.dtype, partial(reader.read, key))
+        for key, entry in reader.entries.items()
         if isinstance(entry, TensorStorageMetadata)
     }
-    mark = next((key for key in entries if ".param_groups." in f".{key}"), None)
-    prefix = mark[: f".{mark}".index(".param_groups.")] if mark is not None else None
-    found = Contents()
-    rest = dict(lazy)
-    if prefix is not None:
+    state: dict[str, dict[str, torch.Tensor]] = {}
+    numbers: dict[str, dict[str, Any]] = {}
+    groups: list[dict[str, Any]] = []
+    mark = next((key for key in reader.entries if ".param_groups." in f".{key}"), None)
+    if mark is not None:
+        prefix = mark[: f".{mark}".index(".param_groups.")]
         begin = f"{prefix}state."
-        states = {key: key.removeprefix(begin).rsplit(".", 1) for key in lazy if key.startswith(begin)}
+        states = {key: key.removeprefix(begin).rsplit(".", 1) for key in rest if key.startswith(begin)}
         # State that is one number, of a parameter that is none, is kept once: a step count, a product of rates.
-        whole = {parameter for key, (parameter, _) in states.items() if lazy[key].shape}
-        once = {
-            "step",
-            *(name for key, (parameter, name) in states.items() if parameter in whole and not lazy[key].shape),
-        }
-        for key, one in lazy.items():
-            if key in states:
-                del rest[key]
-                parameter, name = states[key]
-                if one.shape == () and name in once:
-                    found.numbers.setdefault(parameter, {})[name] = one.read().item()
-                else:
-                    found.state.setdefault(parameter, {})[name] = one
-        _dcp_groups(reader, prefix, found)
+        whole = {parameter for key, (parameter, _) in states.items() if rest[key].dim()}
+        once = {name for key, (parameter, name) in states.items() if parameter in whole and not rest[key].dim()}
+        for key, (parameter, name) in states.items():
+            one = rest.pop(key)
+            if one.dim() == 0 and name in {"step", *once}:
+                numbers.setdefault(parameter, {})[name] = one.read().item()
+            else:
+                state.setdefault(parameter, {})[name] = one
+        groups = _dcp_groups(reader, f"{prefix}param_groups.")
     stepped = [rest.pop(key) for key in [*rest] if f".{key}".endswith(f".{STEPPED}")]
     if stepped and not stepped[0].read().item():  # owners' state is only zeros, made for DCP to read into
-        for parameter in [name for name in found.state if not found.numbers.get(name)]:
-            found.numbers[parameter] = {}
-            del found.state[parameter]
-    weights = _model_prefix(rest, found)
-    for key, one in rest.items():
-        name = key.removeprefix(weights)
-        if not key.startswith(weights):
-            found.left_out.append(key)
-        else:  # a buffer or a parameter: DCP does not say, and a load takes it as either
-            found.parameters[name] = one
-    _tie(found)
-    steps = {int(numbers["step"]) for numbers in found.numbers.values() if "step" in numbers}
-    found.step = max(steps, default=0)
-    return found
+        for parameter in [name for name in state if not numbers.get(name)]:
+            numbers[parameter] = {}
+            del state[parameter]
+    trained = dict.fromkeys([*state, *numbers])
+    begin = _model_prefix(rest, trained)
+    # A buffer or a parameter: DCP does not say, and a load takes it as either.
+    parameters = {key.removeprefix(begin): one for key, one in rest.items() if key.startswith(begin)}
+    steps = {int(own["step"]) for own in numbers.values() if "step" in own}
+    manifest = _manifest(max(steps, default=0))
+    manifest.aliases.update(_ties(parameters, trained))
+    if groups or state:
+        manifest.values |= optimizer_values({name: numbers.get(name, {}) for name in trained}, groups)
+    tensors = {f"model.{name}": one for name, one in parameters.items()}
+    tensors |= {f"optimizer.state.{name}.{key}": one for name, kept in state.items() for key, one in kept.items()}
+    return Contents(manifest, tensors, [key for key in rest if not key.startswith(begin)])
 
 
-def _tie(found: Contents) -> None:
-    """Notes other names of tied parameters: DCP has values under each name, but the optimizer's state under one."""
-    trained: dict[tuple[Any, ...], str] = {}
-    for state in (True, False):
-        for name, one in found.parameters.items():
-            if (name in found.state or name in found.numbers) is state:
-                kind = one.shape, one.dtype
-                if state:
-                    trained[(*kind, _digest(one))] = name
-                elif any(kind == known[:2] for known in trained) and (*kind, _digest(one)) in trained:
-                    found.aliases[name] = trained[(*kind, _digest(one))]
+def _ties(parameters: Mapping[str, torch.Tensor], trained: Collection[str]) -> dict[str, str]:
+    """Other names of tied parameters: DCP has values under each name, but the optimizer's state under one."""
+    kinds = {name: (one.shape, one.dtype) for name, one in parameters.items()}
+    first, other = ({kinds[name] for name in parameters if (name in trained) is state} for state in (True, False))
+    found = {name: (kind, _digest(parameters[name])) for name, kind in kinds.items() if kind in first & other}
+    firsts = {known: name for name, known in found.items() if name in trained}
+    return {name: firsts[known] for name, known in found.items() if name not in trained and known in firsts}
 
 
-def _digest(one: Lazy) -> str:
+def _digest(one: torch.Tensor) -> str:
     return xxhash.xxh3_128_hexdigest(memory_of(one.read().contiguous()))
 
 
-def _model_prefix(rest: Mapping[str, Lazy], found: Contents) -> str:
+def _model_prefix(rest: Collection[str], trained: Collection[str]) -> str:
     """The prefix of the parameters' names."""
-    for parameter in (*found.state, *found.numbers):
+    for parameter in trained:
         for key in rest:
             if key == parameter or key.endswith(f".{parameter}"):
                 return key[: len(key) - len(parameter)]
@@ -289,66 +254,60 @@ def _model_prefix(rest: Mapping[str, Lazy], found: Contents) -> str:
     return ""
 
 
-def _dcp_groups(reader: _Files, prefix: str, found: Contents) -> None:
+def _dcp_groups(reader: _Files, begin: str) -> list[dict[str, Any]]:
     """The saved groups; or, if options were written for each parameter, groups of parameters with equal options."""
-    begin = f"{prefix}param_groups."
     groups: dict[str, dict[str, Any]] = {}  # by number, or by parameter's name
     for key in (key for key in reader.entries if key.startswith(begin)):
         owner, option = key.removeprefix(begin).rsplit(".", 1)
         value = reader.read(key)
         groups.setdefault(owner, {})[option] = value.item() if isinstance(value, torch.Tensor) else value
-    flat: dict[str, tuple[list[str], dict[str, Any]]] = {}
+    if found := [options for options in groups.values() if "params" in options]:
+        return found
+    flat: dict[str, dict[str, Any]] = {}
     for owner, options in groups.items():
-        if "params" in options:
-            found.groups.append((options.pop("params"), options))
-        else:
-            flat.setdefault(repr(sorted(options.items())), ([], options))[0].append(owner)
-    if not found.groups:
-        found.groups = list(flat.values())
+        flat.setdefault(repr(sorted(options.items())), {**options, "params": []})["params"].append(owner)
+    return list(flat.values())
 
 
 def _dcp_items(contents: Contents) -> Iterator[tuple[tuple[str, ...], Any]]:
     """By DCP's paths, for FSDP2's ``{"model": ..., "optim": ...}``; options in both forms that PyTorch has."""
-    for name, one in {**contents.parameters, **contents.buffers}.items():
+    parameters, manifest = contents.parameters, contents.manifest
+    for name, one in {**parameters, **contents.buffers}.items():
         yield ("model", name), one
-    for other, first in contents.aliases.items():
-        yield ("model", other), contents.parameters[first]
-    for parameter in dict.fromkeys([*contents.state, *contents.numbers]):
-        for name, number in contents.numbers.get(parameter, {}).items():
-            yield ("optim", "state", parameter, name), _number(number)
-        for name, one in contents.state.get(parameter, {}).items():
-            yield ("optim", "state", parameter, name), one
-    for index, (parameters, options) in enumerate(contents.groups):
+    for other, first in manifest.aliases.items():
+        yield ("model", other), parameters[first]
+    if "optimizer" not in manifest.values:
+        return
+    for parameter, numbers in manifest.records.items():
+        for name, number in numbers.items():
+            yield ("optim", "state", parameter, name), _number(decode(number, {}))
+    for key, one in contents.tensors.items():
+        if (of := split_state_name(key)) is not None:
+            yield ("optim", "state", *of), one
+    saved = manifest.first("optimizer")
+    for index, (names, options) in enumerate(zip(saved["parameters"], saved["groups"], strict=True)):
         for name, value in options.items():
-            yield ("optim", "param_groups", str(index), name), value
-            for parameter in parameters:
-                yield ("optim", "param_groups", parameter, name), value
-        yield ("optim", "param_groups", str(index), "params"), parameters
+            for owner in (str(index), *names):
+                yield ("optim", "param_groups", owner, name), decode(value, contents.tensors)
+        yield ("optim", "param_groups", str(index), "params"), names
 
 
 class _WhenItIsItsTurn(DefaultSavePlanner):
-    """Reads a tensor only when it is written; until then, a tensor on the meta device stands for it."""
-
-    def __init__(self, lazy: Mapping[str, Lazy]) -> None:
-        super().__init__()
-        self._lazy = lazy
+    """Reads a tensor only when it is written."""
 
     def lookup_object(self, index: MetadataIndex) -> Any:
-        return self._lazy[index.fqn].read() if index.fqn in self._lazy else super().lookup_object(index)
+        found = super().lookup_object(index)
+        return found.read() if isinstance(found, torch.Tensor) and found.is_meta else found
 
 
 def _write_dcp(folder: Path, contents: Contents) -> None:
     state: dict[str, Any] = {}
-    lazy: dict[str, Lazy] = {}
     for path, value in _dcp_items(contents):
         place = state
         for name in path[:-1]:
             place = place.setdefault(name, {})
-        if isinstance(value, Lazy):
-            lazy[".".join(path)] = value
-            value = torch.empty(value.shape, dtype=value.dtype, device="meta")
         place[path[-1]] = value
-    writer, planner = FileSystemWriter(folder), _WhenItIsItsTurn(lazy)
+    writer, planner = FileSystemWriter(folder), _WhenItIsItsTurn()
     writer.set_up_storage_writer(True)
     planner.set_up_planner(state, writer.storage_meta(), True)
     plans, metadata = planner.create_global_plan([writer.prepare_local_plan(planner.create_local_plan())])
@@ -364,39 +323,29 @@ def _number(value: Any) -> torch.Tensor:
 
 def _write_hf(folder: Path, contents: Contents) -> None:
     tensors = {**contents.parameters, **contents.buffers}
-    layouts = hugging_face.files_of(Item(key, one.dtype, one.shape) for key, one in tensors.items())
+    layouts = hugging_face.files_of(tensors)
     for name, layout in layouts.items():
         _write_file(folder / name, layout, tensors)
     hugging_face.write_index(folder, layouts)
-    contents.left_out += ["optimizer"] * bool(contents.state)
+    contents.left_out.extend(["optimizer"] * any(map(split_state_name, contents.tensors)))
 
 
-def _write_file(path: Path, layout: Layout, tensors: Mapping[str, Lazy]) -> DataFile:
+def _write_file(path: Path, layout: Layout, tensors: Mapping[str, torch.Tensor]) -> DataFile:
     """Writes one file, one tensor at a time; returns what the manifest says of it."""
-    some = sorted((offset, key) for key, offset in layout.offsets.items() if 0 not in tensors[key].shape)
+    some = sorted((offset, key) for key, offset in layout.offsets.items() if tensors[key].numel())
     parts = (memory_of(tensors[key].read().contiguous()) for _, key in some)
     return DataFile(path.name, layout.size, data_file.write(path, itertools.chain([memoryview(layout.header)], parts)))
 
 
 def _write_ours(folder: Path, contents: Contents) -> None:
-    tensors = {f"model.{name}": one for name, one in contents.parameters.items()}
-    for parameter, states in contents.state.items():
-        tensors |= {f"optimizer.state.{parameter}.{name}": one for name, one in states.items()}
-    tensors |= {f"buffer {name}": one for name, one in contents.buffers.items()}
-    values: dict[str, Any] = {f"buffer {name}": {"same": {"$tensor": f"buffer {name}"}} for name in contents.buffers}
-    values["updates"] = {"same": contents.step}
-    if contents.groups or contents.state:
-        every = dict.fromkeys([*contents.state, *contents.numbers])
-        numbers = {name: encode(contents.numbers.get(name, {}), "", {}) for name in every}
-        values["scalars"] = {"same": [{"parameters": [name], "scalars": own} for name, own in numbers.items()]}
-        options = [{name: encode(value, name, {}) for name, value in group.items()} for _, group in contents.groups]
-        names = [parameters for parameters, _ in contents.groups]
-        values["optimizer"] = {"same": {"class": contents.kind, "groups": options, "parameters": names}}
-    made = Manifest(contents.step, 1, {}, values, contents.aliases, {}, {"id": folder.parent.name})
-    name = "shard-00000-of-00001.safetensors"
-    layout = lay_out(Item(key, one.dtype, one.shape) for key, one in tensors.items())
-    made.files[name] = _write_file(folder / name, layout, tensors)
-    for key, one in tensors.items():
-        pieces = [Piece((0,) * len(one.shape), one.shape, name, layout.offsets[key])] if 0 not in one.shape else []
-        made.tensors[key] = Entry(one.shape, one.dtype, pieces)
-    data_file.write(folder / manifests.NAME, [memoryview(manifests.to_bytes(made))])
+    place = folders.path_of(folder, contents.manifest.step)
+    place.mkdir()
+    made = replace(contents.manifest, world=1, rows=(0,), tensors={}, files={}, written_by={"id": folder.name})
+    name, layout = "shard-00000-of-00001.safetensors", lay_out(contents.tensors)
+    made.files[name] = _write_file(place / name, layout, contents.tensors)
+    for key, one in contents.tensors.items():
+        shape = tuple(one.shape)
+        pieces = [Piece((0,) * len(shape), shape, name, layout.offsets[key])] if one.numel() else []
+        made.tensors[key] = Entry(shape, one.dtype, pieces)
+    data_file.write(place / manifests.NAME, [memoryview(manifests.to_bytes(made))])
+    folders.sync(place)

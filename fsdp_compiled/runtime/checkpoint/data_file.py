@@ -16,12 +16,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from io import FileIO
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 import xxhash
-
-T = TypeVar("T")
 
 
 def memory_of(tensor: torch.Tensor) -> memoryview:
@@ -50,17 +48,14 @@ class Corrupt(ValueError):
     """A file of a checkpoint is not what was written."""
 
 
-@dataclass(frozen=True)
-class Item:
-    """A tensor to be written."""
+def unread(shape: Sequence[int], dtype: torch.dtype, read: Callable[[], Any]) -> torch.Tensor:
+    """Stands for a tensor that is read only when it is needed: on the meta device, with what reads it as ``read``.
 
-    key: str
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-
-    @property
-    def nbytes(self) -> int:
-        return torch.Size(self.shape).numel() * self.dtype.itemsize
+    ``read()`` is the tensor, or a work that returns it.
+    """
+    found = torch.empty(tuple(shape), dtype=dtype, device="meta")
+    found.read = read
+    return found
 
 
 @dataclass(frozen=True)
@@ -72,17 +67,17 @@ class Layout:
     size: int
 
 
-def packed(items: Iterable[T], nbytes: Callable[[T], int], largest: int) -> list[list[T]]:
-    """Items by file, in order. A file holds at most ``largest`` bytes, or one item that alone is larger."""
-    rows: list[list[T]] = [[]]
+def packed(tensors: Mapping[str, torch.Tensor], largest: int) -> list[dict[str, torch.Tensor]]:
+    """Tensors by file, in order. A file holds at most ``largest`` bytes, or one tensor that alone is larger."""
+    files: list[dict[str, torch.Tensor]] = [{}]
     total = 0
-    for item in items:
-        if rows[-1] and total + nbytes(item) > largest:
-            rows.append([])
+    for key, tensor in tensors.items():
+        if files[-1] and total + tensor.nbytes > largest:
+            files.append({})
             total = 0
-        rows[-1].append(item)
-        total += nbytes(item)
-    return rows
+        files[-1][key] = tensor
+        total += tensor.nbytes
+    return files
 
 
 def stored(dtype: torch.dtype, shape: tuple[int, ...]) -> tuple[str, tuple[int, ...]]:
@@ -99,33 +94,24 @@ def check_dtype(key: str, dtype: torch.dtype) -> None:
         )
 
 
-def refuse_pairs(key: str, dtype: torch.dtype) -> None:
-    """Raises ``ValueError`` for a tensor that other readers of a file would take for twice as many numbers."""
-    if dtype == torch.complex128:
-        raise ValueError(
-            f"{key} is {dtype}, which safetensors files have no word for, so another reader would not know it. Keep it "
-            "as torch.view_as_real(...), of two real numbers; save(folder) writes it."
-        )
+def lay_out(tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str] | None = None) -> Layout:
+    """The layout of a file of these tensors, whose values are not read.
 
-
-def lay_out(items: Iterable[Item], metadata: Mapping[str, str] | None = None) -> Layout:
-    """First come tensors that end where a cache line ends, then the widest elements, so that each is aligned.
+    First come tensors that end where a cache line ends, then the widest elements, so that each is aligned.
 
     A copy to where lines begin takes two thirds of the time. Raises ``ValueError`` for what safetensors cannot hold.
     """
     entries: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
     offsets: dict[str, int] = {}
     position = 0
-    for item in sorted(
-        items, key=lambda item: (item.nbytes % ALIGNMENT > 0, -item.dtype.itemsize, item.nbytes == 0)
-    ):  # fmt: skip
-        check_dtype(item.key, item.dtype)
-        if item.key in offsets:
-            raise ValueError(f"Two tensors of one file are called {item.key}.")
-        offsets[item.key] = position
-        dtype, shape = stored(item.dtype, item.shape)
-        entries[item.key] = {"dtype": dtype, "shape": shape, "data_offsets": [position, position + item.nbytes]}
-        position += item.nbytes
+    for key, one in sorted(
+        tensors.items(), key=lambda item: (item[1].nbytes % ALIGNMENT > 0, -item[1].itemsize, item[1].nbytes == 0)
+    ):
+        check_dtype(key, one.dtype)
+        offsets[key] = position
+        dtype, shape = stored(one.dtype, tuple(one.shape))
+        entries[key] = {"dtype": dtype, "shape": shape, "data_offsets": [position, position + one.nbytes]}
+        position += one.nbytes
     text = json.dumps(entries, separators=(",", ":")).encode()
     text += b" " * (-(len(text) + 8) % ALIGNMENT)
     header = len(text).to_bytes(8, "little") + text
@@ -160,20 +146,26 @@ def write(path: Path, parts: Iterable[memoryview], progress: Callable[[], None] 
     return checksums
 
 
-def header_of(path: Path) -> tuple[dict[str, Any], int]:
-    """The tensors in a safetensors file's header, by key, and the byte at which their data begins. Raises `Corrupt`."""
+def header_of(path: Path) -> dict[str, tuple[str, list[int], int, int]]:
+    """What a safetensors file's header says of the tensors that have elements: by key, dtype, shape, and the first byte
+    in the file and the one behind the last. Raises `Corrupt`."""
     try:
         with path.open("rb") as file:
             size, length = os.fstat(file.fileno()).st_size, int.from_bytes(file.read(8), "little")
             if not 2 <= length <= size - 8:
-                raise Corrupt(f"{path} is no safetensors file: its header would be {length} bytes long, of {size}.")
+                raise ValueError(f"it would be {length} bytes long, of {size}")
             header = json.loads(file.read(length))
         header.pop("__metadata__", None)
+        return {
+            key: (one["dtype"], one["shape"], 8 + length + start, 8 + length + stop)
+            for key, one in header.items()
+            for start, stop in [one["data_offsets"]]
+            if start < stop
+        }
     except OSError as error:
         raise Corrupt(f"{path} cannot be read: {error.strerror}.") from error
-    except (json.JSONDecodeError, UnicodeDecodeError, TypeError, AttributeError) as error:
-        raise Corrupt(f"{path} is no safetensors file, or damaged: its header is no JSON ({error}).") from error
-    return header, 8 + length
+    except (ValueError, TypeError, LookupError, AttributeError) as error:
+        raise Corrupt(f"{path} is no safetensors file, or damaged: its header says {error}.") from error
 
 
 class Request(NamedTuple):

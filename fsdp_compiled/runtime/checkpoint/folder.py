@@ -13,10 +13,10 @@ import os
 import re
 import shutil
 import socket
-import stat
 import threading
 import time
 import uuid
+from collections.abc import Iterator
 from pathlib import Path
 
 from fsdp_compiled.runtime.checkpoint.manifest import NAME
@@ -57,21 +57,15 @@ def steps(folder: Path) -> list[int]:
 def check(folder: Path) -> None:
     """Raises ``ValueError`` for a path that is no folder; it would otherwise pass for a folder without checkpoints."""
     try:
-        found = folder.stat()
-    except FileNotFoundError:
-        if not folder.is_symlink():
-            return
-        raise ValueError(
-            f"{folder} is a link to {os.readlink(folder)}, which is not there. Is a disk missing?"
-        ) from None
-    except OSError as error:
-        raise ValueError(f"{folder} cannot be read: {error.strerror}. Give the folder of the checkpoints.") from error
-    if not stat.S_ISDIR(found.st_mode):
-        raise ValueError(f"{folder} is a file. Give the folder of the checkpoints.")
-    try:
         os.listdir(folder)
+    except FileNotFoundError:
+        if folder.is_symlink():
+            raise ValueError(
+                f"{folder} is a link to {os.readlink(folder)}, which is not there. Is a disk missing?"
+            ) from None
     except OSError as error:
-        raise ValueError(f"{folder} cannot be read: {error.strerror}.") from error
+        reason = "is a file" if folder.is_file() else f"cannot be read: {error.strerror}"
+        raise ValueError(f"{folder} {reason}. Give the folder of the checkpoints.") from error
 
 
 def refuse_other(folder: Path) -> None:
@@ -198,6 +192,25 @@ def abandon(aside: Path) -> None:
     """Removes a folder that will not be completed."""
     shutil.rmtree(aside, ignore_errors=True)
     end(aside)
+
+
+@contextlib.contextmanager
+def aside(target: Path) -> Iterator[Path]:
+    """A new folder, which becomes ``target`` at once and whole if the block ends without an error, or else is removed.
+
+    The target may exist if it is empty.
+    """
+    place = target.with_name(f".{target.name}.{uuid.uuid4().hex[:8]}")
+    try:
+        place.mkdir(parents=True)
+        yield place
+        sync(place)
+        with contextlib.suppress(FileNotFoundError):
+            target.rmdir()
+        os.rename(place, target)
+        sync(target.parent)
+    finally:  # it is gone once it has been renamed
+        shutil.rmtree(place, ignore_errors=True)
 
 
 def clear(folder: Path) -> None:

@@ -15,10 +15,8 @@ import copy
 import itertools
 import json
 import os
-import shutil
-import uuid
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -31,10 +29,11 @@ from fsdp_compiled.distributed.lockstep import Exchange, Work
 from fsdp_compiled.distributed.mesh import Mesh
 from fsdp_compiled.plan.leaf import contiguous_stride
 from fsdp_compiled.runtime.checkpoint import folder as folders
-from fsdp_compiled.runtime.checkpoint.chunks import Chunk, Entry, Holders, held, place_of, tensors
+from fsdp_compiled.runtime.checkpoint.chunks import Chunk, Holders, held, place_of
+from fsdp_compiled.runtime.checkpoint.chunks import tensors as every_tensor
 from fsdp_compiled.runtime.checkpoint.contents import Trained
-from fsdp_compiled.runtime.checkpoint.data_file import DTYPES, Item, Layout, lay_out, memory_of, packed, refuse_pairs
-from fsdp_compiled.runtime.checkpoint.whole import Lazy, keys_of, load_weights
+from fsdp_compiled.runtime.checkpoint.data_file import DTYPES, Layout, lay_out, memory_of, packed, unread
+from fsdp_compiled.runtime.checkpoint.whole import keys_of, load_weights
 
 LARGEST = 5 << 30  # bytes of a file
 INDEX = "model.safetensors.index.json"
@@ -42,9 +41,10 @@ SINGLE = "model.safetensors"
 TORCH = {text: dtype for dtype, text in DTYPES.items()}
 
 
-def tensors_of(folder: Path) -> dict[str, Lazy]:
-    """The tensors in the folder's safetensors files, by key. Raises ``ValueError`` if there are none, or bad ones."""
-    found: dict[str, Lazy] = {}
+def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
+    """The tensors in the folder's safetensors files, by key, not read yet. Raises ``ValueError`` if there are none, or
+    bad ones."""
+    found: dict[str, torch.Tensor] = {}
     try:
         if (folder / INDEX).is_file():
             names = _indexed(folder / INDEX)
@@ -62,7 +62,7 @@ def tensors_of(folder: Path) -> dict[str, Lazy]:
                 one = file.get_slice(key)
                 if one.get_dtype() not in TORCH:
                     raise ValueError(f"{folder / name}: {key} is {one.get_dtype()}, a dtype that is not known here.")
-                found[key] = Lazy(tuple(one.get_shape()), TORCH[one.get_dtype()], partial(file.get_tensor, key))
+                found[key] = unread(one.get_shape(), TORCH[one.get_dtype()], partial(file.get_tensor, key))
     except SafetensorError as error:
         raise ValueError(f"{folder / name} is no safetensors file, or damaged: {error}.") from error
     except OSError as error:
@@ -74,11 +74,15 @@ def is_there(folder: Path) -> bool:
     return (folder / INDEX).is_file() or (folder / SINGLE).is_file()
 
 
-def files_of(items: Iterable[Item]) -> dict[str, Layout]:
+def files_of(tensors: Mapping[str, torch.Tensor]) -> dict[str, Layout]:
     """The files of these tensors, in their order, each as large as allowed."""
-    rows = packed(items, lambda item: item.nbytes, LARGEST)
-    for item in itertools.chain(*rows):
-        refuse_pairs(item.key, item.dtype)
+    for key, one in tensors.items():
+        if one.dtype == torch.complex128:  # other readers would take it for twice as many numbers
+            raise ValueError(
+                f"{key} is {one.dtype}, which safetensors files have no word for, so another reader would not know it. "
+                "Keep it as torch.view_as_real(...), of two real numbers; save(folder) writes it."
+            )
+    rows = packed(tensors, LARGEST)
     several = [f"model-{n:05d}-of-{len(rows):05d}.safetensors" for n in range(1, len(rows) + 1)]
     names = several if len(rows) > 1 else [SINGLE]
     return {name: lay_out(row, {"format": "pt"}) for name, row in zip(names, rows, strict=True)}
@@ -107,63 +111,49 @@ def _indexed(path: Path) -> list[str]:
 
 def export(folder: Path, model: nn.Module, trained: Trained, mesh: Mesh) -> Work[None]:
     """Writes the model's weights; in stages, for `lockstep`. The folder is there whole, or not at all."""
-    aside = folder.parent / f".{folder.name}.{uuid.uuid4().hex[:8]}" if mesh.rank == 0 else None
     try:
-        keys = keys_of(model, trained)
-        state = trained.state
-        whole = tensors(trained.plan, (), {})
-        shapes: dict[str, Entry | torch.Tensor] = {key: whole[f"model.{name}"] for key, name in keys.parameters.items()}
-        shapes |= {key: state.buffers[name] for key, name in keys.buffers.items()}
-        files = files_of(Item(key, one.dtype, tuple(one.shape)) for key, one in shapes.items())
+        keys, state = keys_of(model, trained), trained.state
+        whole = every_tensor(trained.plan, (), {})
+        shapes = {key: whole[f"model.{name}"] for key, name in keys.parameters.items()}
+        tensors = {key: torch.empty(one.shape, dtype=one.dtype, device="meta") for key, one in shapes.items()}
+        files = files_of(tensors | {key: state.buffers[name] for key, name in keys.buffers.items()})
         places = {key: (name, offset) for name, layout in files.items() for key, offset in layout.offsets.items()}
-        if aside is not None:
-            _begin(folder, aside, files)
-        own = place_of(mesh)
-        said = yield Exchange("the files", (aside, own))
-        place = said[0][0]
-        holders = Holders(mesh.rank, [one for _, one in said])
-        of: dict[str, list[str]] = {}
-        for key, name in keys.parameters.items():
-            of.setdefault(f"model.{name}", []).append(key)
-        opened = {name: os.open(place / name, os.O_WRONLY) for name in files}
-        try:
-            for one in held(trained.plan, (), own, state.parameters, {}, holders):
-                for key in of.get(one.name, ()):
-                    file, offset = places[key]
-                    _write(opened[file], offset, one)
-            for key, name in keys.buffers.items() if mesh.rank == 0 else ():
-                file, offset = places[key]
-                _write_all(opened[file], memory_of(state.buffers[name].detach().cpu().contiguous()), offset)
-            for descriptor in opened.values():
-                os.fsync(descriptor)
-        finally:
-            for descriptor in opened.values():
-                os.close(descriptor)
-        yield "the weights"
-        if aside is not None:
-            _write_descriptions(aside, model, files)
-            folders.sync(aside)
-            with suppress(FileNotFoundError):
-                folder.rmdir()  # an empty one
-            os.rename(aside, folder)
-            folders.sync(folder.parent)
+        if mesh.rank == 0 and folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+            raise ValueError(f"{folder} exists and is not empty. Export to a new folder, or remove it.")
+        with folders.aside(folder) if mesh.rank == 0 else nullcontext() as aside:
+            if aside is not None:
+                for name, layout in files.items():
+                    with (aside / name).open("wb") as file:
+                        file.write(layout.header)
+                        file.truncate(layout.size)
+            own = place_of(mesh)
+            said = yield Exchange("the files", (aside, own))
+            holders = Holders(mesh.rank, [one for _, one in said])
+            of: dict[str, list[str]] = {}
+            for key, name in keys.parameters.items():
+                of.setdefault(f"model.{name}", []).append(key)
+            place: Path = said[0][0]
+            opened = {name: os.open(place / name, os.O_WRONLY) for name in files}
+            try:
+                for one in held(trained.plan, (), own, state.parameters, {}, holders):
+                    for key in of.get(one.name, ()):
+                        name, offset = places[key]
+                        _write(opened[name], offset, one)
+                for key, name in keys.buffers.items() if aside is not None else ():
+                    file_name, offset = places[key]
+                    _write_all(opened[file_name], memory_of(state.buffers[name].detach().cpu().contiguous()), offset)
+                for descriptor in opened.values():
+                    os.fsync(descriptor)
+            finally:
+                for descriptor in opened.values():
+                    os.close(descriptor)
+            yield "the weights"
+            if aside is not None:
+                write_index(aside, files)
+                _describe(aside, model)
         yield "the folder"
     except OSError as error:
         raise ValueError(f"The weights cannot be written to {folder}: {error.strerror or error}.") from error
-    finally:
-        if aside is not None:  # it is gone once it has been renamed
-            shutil.rmtree(aside, ignore_errors=True)
-
-
-def _begin(folder: Path, aside: Path, files: Mapping[str, Layout]) -> None:
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise ValueError(f"{folder} exists and is not empty. Export to a new folder, or remove it.")
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    aside.mkdir()
-    for name, layout in files.items():
-        with (aside / name).open("wb") as file:
-            file.write(layout.header)
-            file.truncate(layout.size)
 
 
 def _write(descriptor: int, offset: int, one: Chunk) -> None:
@@ -186,9 +176,8 @@ def _write_all(descriptor: int, data: memoryview, offset: int) -> None:
         data, offset = data[count:], offset + count
 
 
-def _write_descriptions(aside: Path, model: Any, files: Mapping[str, Layout]) -> None:
-    """Writes the index, and the model's own description."""
-    write_index(aside, files)
+def _describe(aside: Path, model: Any) -> None:
+    """Writes the model's own description."""
     for name in ("config", "generation_config"):
         described: Any = getattr(model, name, None)
         if callable(getattr(described, "save_pretrained", None)):

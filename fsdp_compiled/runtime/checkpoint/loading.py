@@ -10,18 +10,18 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from fsdp_compiled.distributed.lockstep import Exchange, Work
 from fsdp_compiled.distributed.mesh import Mesh
 from fsdp_compiled.runtime.checkpoint import folder as folders
-from fsdp_compiled.runtime.checkpoint.chunks import Chunk, Piece, Shape, key_of, overlap, whole_chunk
+from fsdp_compiled.runtime.checkpoint.chunks import Chunk, Piece, Shape, by_name, key_of, overlap, place_of, whole_chunk
 from fsdp_compiled.runtime.checkpoint.contents import (
     Trained,
     check_generators,
@@ -30,11 +30,15 @@ from fsdp_compiled.runtime.checkpoint.contents import (
     set_generators,
 )
 from fsdp_compiled.runtime.checkpoint.data_file import BLOCK, Corrupt, Reader, Request, header_of, memory_of, stored
-from fsdp_compiled.runtime.checkpoint.manifest import Manifest
-from fsdp_compiled.runtime.checkpoint.matching import Match, buffer_value, write_groups
+from fsdp_compiled.runtime.checkpoint.manifest import Manifest, refusing_edited
+from fsdp_compiled.runtime.checkpoint.manifest import read as read_manifest
+from fsdp_compiled.runtime.checkpoint.matching import Match, buffer_value, match, refusal, report, write_groups
+from fsdp_compiled.runtime.checkpoint.saving import row_of
 from fsdp_compiled.runtime.checkpoint.values import Tensors, decode, digest, tensor_names
 
 CURE = "Load another checkpoint: load(folder, step=...)."
+# The part of a piece that is wanted: its target, and the offsets of the tensor between which it lies.
+Copy = tuple[torch.Tensor, Piece, tuple[Shape, Shape]]
 Pairs = list[tuple[torch.Tensor, torch.Tensor]]  # where to, and the values
 log = logging.getLogger("fsdp_compiled")
 
@@ -59,6 +63,49 @@ def choose(folder: Path, step: int | None) -> Path | None:
     return folders.path_of(folder, step)
 
 
+def load(
+    folder: Path, step: int | None, strict: bool, trained: Trained, extra: Mapping[str, Any], mesh: Mesh
+) -> Work[int | None]:
+    """Loads a checkpoint; in stages, for `lockstep`. Nothing is changed unless every rank has read and verified all of
+    it."""
+    chosen = choose(folder, step) if mesh.rank == 0 else None
+    said = yield Exchange("which checkpoint", (chosen, row_of(mesh)))
+    chosen, rows = said[0][0], [row for _, row in said]
+    if chosen is None:
+        return None
+    manifest = read_manifest(chosen)
+    yield f"{chosen.name} {manifest.written_by.get('id', '')}"
+    with refusing_edited(chosen):
+        found = match(manifest, trained, place_of(mesh))
+    match_local(manifest, trained, found, mesh.rank, rows)
+    found.differences += [
+        f"extra[{name!r}] is not in the checkpoint" for name in extra if f"extra {name}" not in manifest.values
+    ]
+    if found.differences and strict:
+        raise ValueError(refusal(f"{chosen} is of another model or optimizer", found.differences))
+    values = chosen_values(manifest, found, extra, mesh.rank, rows)
+    trees = [tree for tree, _ in values.values()]
+    pairs, tensors = yield from read(chosen, manifest, mesh, found.wanted, trees)
+    check_saved_extra(manifest, values, extra, len(set(rows)))
+    with refusing_edited(chosen, RuntimeError):
+        row = f"{row_of(mesh)} of {len(set(rows))}"
+        write_values = prepare_values(values, tensors, found, trained, row)
+    undo = load_extra({name: decode(tree, tensors) for name, (tree, _) in values.items()}, extra)
+    try:
+        yield "what they have read is whole"
+    except BaseException:
+        undo()
+        raise
+    write(pairs)
+    write_values()
+    if mesh.rank == 0:
+        report(str(chosen), found.differences)
+        saved = [name.removeprefix("extra ") for name in manifest.values if name.startswith("extra ")]
+        if idle := [name for name in saved if name not in extra]:
+            log.warning("%s holds extra %s too, which load was not given.", chosen, ", ".join(map(repr, idle)))
+    return manifest.step
+
+
 def read(
     path: Path, manifest: Manifest, mesh: Mesh, wanted: Sequence[Chunk], trees: Iterable[Any], rest: bool = True
 ) -> Work[tuple[Pairs, Tensors]]:
@@ -73,7 +120,7 @@ def read(
         for piece in tensors[one.name].pieces:
             common = overlap(one.offsets, tuple(one.values.shape), piece.offsets, piece.sizes)
             if common is not None:
-                copies[piece.file].append(Copy(_between(one.values, one.offsets, *common), piece, common))
+                copies[piece.file].append((_between(one.values, one.offsets, *common), piece, common))
     readers: dict[str, Reader] = {}
     for name, file in manifest.files.items():
         readers[name] = Reader(path / name, file.size, file.checksums, partial(manifest.holds, name))
@@ -87,14 +134,6 @@ def read(
             reader.read([], unseen[mesh.rank :: mesh.world])
         check_headers(path, manifest, list(manifest.files)[mesh.rank :: mesh.world])
     return [(one.values, aside.values) for one, aside in zip(wanted, staged, strict=True)], values
-
-
-class Copy(NamedTuple):
-    """The part of a piece that is wanted: its target, and the offsets of the tensor between which it lies."""
-
-    to: torch.Tensor
-    piece: Piece
-    common: tuple[Shape, Shape]
 
 
 def _read_file(reader: Reader, copies: Sequence[Copy]) -> None:
@@ -158,16 +197,7 @@ def check_headers(folder: Path, manifest: Manifest, names: Iterable[str]) -> Non
                 key = key_of(name, piece.offsets, piece.sizes, entry.shape)
                 said[piece.file][key] = dtype, list(sizes), piece.start, end
     for file, expected in said.items():
-        header, first = header_of(folder / file)
-        try:
-            found = {
-                key: (one["dtype"], one["shape"], first + start, first + stop)
-                for key, one in header.items()
-                for start, stop in [one["data_offsets"]]
-                if start < stop
-            }
-        except (TypeError, KeyError, ValueError) as error:
-            raise Corrupt(f"{folder / file} does not begin with a header of safetensors ({error}). {CURE}") from error
+        found = header_of(folder / file)
         for key in sorted({*expected, *found}):
             if expected.get(key) != found.get(key):
                 raise Corrupt(
@@ -252,6 +282,43 @@ def match_local(manifest: Manifest, trained: Trained, found: Match, rank: int, r
         )
 
 
+def load_given(
+    manifest: Manifest,
+    tensors: Mapping[str, torch.Tensor],
+    found: Match,
+    trained: Trained,
+    mesh: Mesh,
+    together: bool = False,
+) -> Work[Callable[[], None]]:
+    """Takes what fits of tensors that are given, whole or cut as here, or not read yet; returns a function that writes
+    it. For `lockstep`. ``manifest``: says what they are; ``together``: to read one is a work of all ranks."""
+    values = chosen_values(manifest, found, {}, mesh.rank, [])
+    beside = {name for tree, _ in values.values() for name in tensor_names(tree)}
+    wanted = by_name(found.wanted)
+    pairs: Pairs = []
+    kept: dict[str, torch.Tensor] = {}
+    for name, given in tensors.items():
+        if not together and name not in beside and name not in wanted:
+            continue
+        read = getattr(given, "read", None)
+        value = given if read is None else read()
+        if isinstance(value, Generator):
+            value = yield from value
+        if name in beside:
+            kept[name] = value if read is None else value.cpu()
+        for one in wanted.get(name, ()):
+            part = one.part_of(value)
+            # A copy, so that no more than this rank's own part is held.
+            pairs.append((one.values, part if read is None else part.to(one.values.dtype, copy=True)))
+    write_values = prepare_values(values, kept, found, trained, "")
+
+    def write_them() -> None:
+        write([(to, part) for to, part in pairs if to.data_ptr() != part.data_ptr()])
+        write_values()
+
+    return write_them
+
+
 def prepare_values(
     values: Mapping[str, tuple[Any, bool]],
     tensors: Mapping[str, torch.Tensor],
@@ -277,17 +344,19 @@ def prepare_values(
             else:
                 fresh[rest] = value
     write_optimizer = prepare_optimizer(values, tensors, found, trained)
+    of_run = "updates" in values  # or of weights or an optimizer alone
     random, own = values.get("random", (None, False))  # a checkpoint that was converted from another format has none
     drawn = decode(random, tensors) if own else {}
     if own:
         check_generators(drawn, trained.plan.device)
 
     def write_them() -> None:
-        if trained.local is not None:
+        if trained.local is not None and of_run:
             trained.local.load(decode(values["local"][0], tensors) if found.local else None, state)
-        write([*written, *((total, total.new_zeros(())) for total in state.sums.values())])
+        write([*written, *((total, total.new_zeros(())) for total in state.sums.values() if of_run)])
         state.constants.update(fresh)
-        write_optimizer()
+        if of_run or found.options is not None:
+            write_optimizer()
         if own:
             set_generators(drawn, state, trained.plan.device)
         elif random is not None:

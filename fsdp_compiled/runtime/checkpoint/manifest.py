@@ -16,13 +16,14 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from fsdp_compiled.runtime.checkpoint import data_file
-from fsdp_compiled.runtime.checkpoint.chunks import Entry, Piece, overlap
+from fsdp_compiled.runtime.checkpoint.chunks import Entry, Piece, overlap, split_state_name
 from fsdp_compiled.runtime.checkpoint.data_file import DTYPES, Corrupt
 from fsdp_compiled.runtime.checkpoint.values import tensor_names
 
@@ -83,6 +84,23 @@ class Manifest:
     written_by: Mapping[str, str]
     rows: Sequence[int] = (0,)
 
+    def first(self, name: str) -> Any:
+        """A value as JSON: that of all ranks, or rank 0's."""
+        return first_of(self.values[name])
+
+    @cached_property
+    def records(self) -> dict[str, dict[str, Any]]:
+        """The optimizer's state that was saved once for each parameter, as JSON, by parameter."""
+        return {name: one["scalars"] for one in self.first("scalars") for name in one["parameters"]}
+
+    @cached_property
+    def states(self) -> dict[str, set[str]]:
+        """The names of the state that was saved for each element, by parameter."""
+        found: dict[str, set[str]] = {}
+        for of in filter(None, map(split_state_name, self.tensors)):
+            found.setdefault(of[0], set()).add(of[1])
+        return found
+
     def holds(self, file: str, start: int, stop: int) -> str:
         """What is between two offsets of a file, in words."""
         found = []
@@ -112,6 +130,10 @@ class Manifest:
             if written != entry.numel:
                 return f"{written} of {entry.numel} elements of {name} are in files"
         return None
+
+
+def first_of(value: Mapping[str, Any]) -> Any:
+    return value["same"] if "same" in value else value["by_rank"][0]
 
 
 def merged(parts: Sequence[Manifest], writers: Mapping[str, Sequence[int]]) -> Manifest:

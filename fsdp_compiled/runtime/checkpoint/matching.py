@@ -6,6 +6,7 @@ state of an optimizer's rule fits as a whole or not at all.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -18,23 +19,18 @@ from fsdp_compiled.optim.param_groups import NOTES, scheduled
 from fsdp_compiled.optim.rule import Rule
 from fsdp_compiled.plan.plan import Plan
 from fsdp_compiled.runtime.checkpoint import owned_state
-from fsdp_compiled.runtime.checkpoint.chunks import (
-    Chunk,
-    Place,
-    held,
-    parameter_name,
-    per_element,
-    split_state_name,
-    state_name,
-)
+from fsdp_compiled.runtime.checkpoint.chunks import Chunk, Entry, Place, held, name_of, per_element
 from fsdp_compiled.runtime.checkpoint.contents import OWNED, Trained, class_name, options
-from fsdp_compiled.runtime.checkpoint.manifest import Manifest
+from fsdp_compiled.runtime.checkpoint.manifest import Manifest, first_of
 from fsdp_compiled.runtime.checkpoint.values import decode, encode
 from fsdp_compiled.runtime.param_step_counts import Names, Numbers, of_group, parted
 from fsdp_compiled.runtime.state import State
 
 SHOWN = 20  # differences in one message
 FITS = "Build what was saved, or pass strict=False, which loads what fits and leaves the rest as it is."
+
+
+log = logging.getLogger("fsdp_compiled")
 
 
 @dataclass
@@ -59,11 +55,13 @@ def saved_names(manifest: Manifest, names: Sequence[str]) -> set[str]:
     return {name for name in firsts if f"model.{name}" in manifest.tensors}
 
 
-def unlike(manifest: Manifest, name: str, shape: Sequence[int], dtype: torch.dtype) -> str | None:
-    entry = manifest.tensors[name]
-    if (entry.shape, entry.dtype) == (tuple(shape), dtype):
+def unlike(saved: Entry, shape: Sequence[int], dtype: torch.dtype, cast: bool = False) -> str | None:
+    """How a saved tensor differs, in words. ``cast``: not by a dtype of the same kind. A cast to another kind makes
+    another number: whole numbers may belong to scales."""
+    kind, own = ((one.is_floating_point, one.is_complex) for one in (saved.dtype, dtype))
+    if saved.shape == tuple(shape) and (saved.dtype == dtype or (cast and kind == own)):
         return None
-    return f"is {_kind(dtype, shape)} here, and {_kind(entry.dtype, entry.shape)} in the checkpoint"
+    return f"is {_kind(dtype, shape)} here, and {_kind(saved.dtype, saved.shape)} in the checkpoint"
 
 
 def _kind(dtype: torch.dtype, shape: Sequence[int]) -> str:
@@ -76,6 +74,13 @@ def refusal(what: str, differences: Sequence[str], cure: str = FITS) -> str:
     if len(differences) > SHOWN:
         lines.append(f"  ... and {len(differences) - SHOWN} more")
     return "\n".join([f"{what}, so nothing was loaded:", *lines, cure])
+
+
+def report(what: str, differences: Sequence[str]) -> None:
+    """Reports what was not loaded."""
+    if differences:
+        lines = "".join(f"\n  {line}" for line in differences)
+        log.warning("loaded what fits of %s, and left the rest as it was:%s", what, lines)
 
 
 def match_options(manifest: Manifest, trained: Trained, optimizer: Optimizer, found: Match) -> None:
@@ -155,46 +160,36 @@ def match_optimizer(manifest: Manifest, trained: Trained, places: dict[str, str]
     match_options(manifest, trained, optimizer, found)
     if owners is None and updates:  # the checkpoint is of another format, or had no whole parameters
         manifest.values["owners"] = {"same": [{"written": [], "attributes": {}} for _ in updates]}
-    records = {name: one["scalars"] for one in manifest.values["scalars"]["same"] for name in one["parameters"]}
-    states: dict[str, set[str]] = {}
-    for of in filter(None, map(split_state_name, manifest.tensors)):
-        states.setdefault(of[0], set()).add(of[1])
-    for buffer in (buffer for buffer in trained.plan.buffers if not buffer.updated):
-        for slot in buffer.slots:
-            if saved_names(manifest, slot.leaf.names) & {*records, *states}:
-                found.differences.append(
-                    f"the checkpoint has the optimizer's state of {slot.name}, which is not updated here"
-                )
+    records, states = manifest.records, manifest.states
+    idle = [slot for buffer in trained.plan.buffers if not buffer.updated for slot in buffer.slots]
+    found.differences += [
+        f"the checkpoint has the optimizer's state of {slot.name}, which is not updated here"
+        for slot in idle
+        if saved_names(manifest, slot.leaf.names) & {*records, *states}
+    ]
     for rule in trained.rules:
-        _match_rule(rule, manifest, trained, places, found, records, states, owners is None)
+        _match_rule(rule, manifest, trained, places, found, owners is None)
 
 
 def _match_rule(
-    rule: Rule,
-    manifest: Manifest,
-    trained: Trained,
-    places: dict[str, str],
-    found: Match,
-    records: Mapping[str, Any],
-    states: Mapping[str, set[str]],
-    foreign: bool,
+    rule: Rule, manifest: Manifest, trained: Trained, places: dict[str, str], found: Match, foreign: bool
 ) -> None:
-    """``records``: state that was saved once for each parameter; ``states``: names of state that was saved for each
-    element; ``foreign``: whether the owners' state was saved as tensors."""
+    """``foreign``: whether the owners' state was saved as tensors."""
+    records, states, kept = manifest.records, manifest.states, trained.state.optimizer
     problems: list[str] = []
     fits: dict[str, str] = {}
     firsts: dict[str, str] = {}  # by parameter, its name in the checkpoint
     lost = ""
     for buffer in trained.plan.buffers:
         for slot in buffer.slots if buffer.updated and buffer.group == rule.group else ():
-            if parameter_name(slot) not in places:
+            if name_of(slot) not in places:
                 lost = lost or slot.name
                 continue
-            first = places[parameter_name(slot)].removeprefix("model.")
+            first = places[name_of(slot)].removeprefix("model.")
             if first not in records:
                 problems.append(f"the checkpoint has no optimizer's state of {slot.name}")
                 continue
-            firsts[slot.name] = first
+            firsts[slot.name], shape = first, slot.leaf.whole_shape
             here, there = set(per_element(buffer, trained.rules)), states.get(first, set())
             for name in sorted(here | there):
                 saved, what = f"optimizer.state.{first}.{name}", f"{name} of {slot.name}"
@@ -202,16 +197,14 @@ def _match_rule(
                     problems.append(f"the optimizer's {what} is not in the checkpoint")
                 elif name not in here:
                     problems += [f"the optimizer keeps no {what}"] * (not (rule.whole and foreign))
-                elif reason := unlike(
-                    manifest, saved, slot.leaf.whole_shape, trained.state.optimizer[f"{buffer.key}.{name}"].dtype
-                ):
+                elif reason := unlike(manifest.tensors[saved], shape, kept[f"{buffer.key}.{name}"].dtype):
                     problems.append(f"the optimizer's {what} {reason}")
                 else:
-                    fits[state_name(slot, name)] = saved
+                    fits[name_of(slot, name)] = saved
     if lost:
         problems.append(f"the optimizer's state of group {rule.group} is of other parameters ({lost} is new)")
     if rule.whole and foreign:
-        problems += owned_state.from_tensors(manifest, firsts, states, trained.updates)
+        problems += owned_state.from_tensors(manifest, firsts, trained.updates)
     decoded = {name: decode(records[first], {}) for name, first in firsts.items()}
     stepped, numbers = of_group(rule, decoded)
     problems += _scalars(rule, numbers.values())
@@ -244,23 +237,30 @@ def _scalars(rule: Rule, rows: Collection[Numbers]) -> list[str]:
     return problems
 
 
-def match(manifest: Manifest, trained: Trained, place: Place) -> Match:
+def match(manifest: Manifest, trained: Trained, place: Place, weights: Collection[str] | None = None) -> Match:
     """What of the checkpoint fits this model and optimizer, and what does not, on each side.
 
-    ``wanted`` is what the rank at this place holds.
+    ``wanted`` is what the rank at this place holds. ``weights``: where weights alone are compared, the buffers among
+    them. Then dtypes may be others of the same kind.
     """
-    plan, state, rules = trained.plan, trained.state, trained.rules
+    state, cast = trained.state, weights is not None
     found = Match()
-    places = _parameters(manifest, plan, state.buffers, found)
-    match_optimizer(manifest, trained, places, found)
-    for one in held(plan, rules, place, state.parameters, state.optimizer):
-        if one.name in places:
-            found.wanted.append(replace(one, name=places[one.name]))
-    _beside(manifest, state, found)
+    places = _parameters(manifest, trained.plan, state.buffers if weights is None else weights, found, cast)
+    if not cast:
+        match_optimizer(manifest, trained, places, found)
+    _beside(manifest, state, weights, found)
+    want(trained, place, places, found)
     return found
 
 
-def _parameters(manifest: Manifest, plan: Plan, buffers: Iterable[str], found: Match) -> dict[str, str]:
+def want(trained: Trained, place: Place, places: Mapping[str, str], found: Match) -> None:
+    """Adds the chunks that the rank at this place holds of what fits. ``places``: by our name, the saved name."""
+    for one in held(trained.plan, trained.rules, place, trained.state.parameters, trained.state.optimizer):
+        if one.name in places:
+            found.wanted.append(replace(one, name=places[one.name]))
+
+
+def _parameters(manifest: Manifest, plan: Plan, buffers: Iterable[str], found: Match, cast: bool) -> dict[str, str]:
     """For parameters: by our name of a tensor, the saved name that fits it."""
     places: dict[str, str] = {}
     used: set[str] = set()
@@ -271,10 +271,10 @@ def _parameters(manifest: Manifest, plan: Plan, buffers: Iterable[str], found: M
             found.differences.append(f"{slot.name} is not in the checkpoint")
         elif len(saved) > 1:
             found.differences.append(f"{' and '.join(sorted(saved))} are one parameter here, and two in the checkpoint")
-        elif (reason := unlike(manifest, f"model.{min(saved)}", slot.leaf.whole_shape, slot.leaf.dtype)) is not None:
+        elif reason := unlike(manifest.tensors[f"model.{min(saved)}"], slot.leaf.whole_shape, slot.leaf.dtype, cast):
             found.differences.append(f"{slot.name} {reason}")
         else:
-            places[parameter_name(slot)] = f"model.{min(saved)}"
+            places[name_of(slot)] = f"model.{min(saved)}"
     saved_parameters = {name.removeprefix("model.") for name in manifest.tensors if name.startswith("model.")}
     # Other formats do not tell parameters from buffers, and have a tied parameter under each of its names.
     saved_parameters -= used | set(buffers) | {name for name, first in manifest.aliases.items() if first in used}
@@ -282,31 +282,30 @@ def _parameters(manifest: Manifest, plan: Plan, buffers: Iterable[str], found: M
     return places
 
 
-def _beside(manifest: Manifest, state: State, found: Match) -> None:
+def _beside(manifest: Manifest, state: State, weights: Collection[str] | None, found: Match) -> None:
     """Matches buffers, and tensors that the loss updates. A tensor that no program reads yet is compared once a program
     does."""
     saved = [key.partition(" ")[::2] for key in manifest.values]
     found.constants += [name for kind, name in saved if kind == "constant" and name not in state.constants]
-    for name, tensor in state.buffers.items():
-        _compare(f"the buffer {name}", manifest, buffer_value(manifest, name), tensor, name, found.buffers, found)
-    for name, tensor in state.constants.items():
-        if (value := manifest.values.get(f"constant {name}")) is not None:
-            _compare(f"the tensor {name} that the loss updates", manifest, value, tensor, name, found.constants, found)
+    rows = [
+        (f"the buffer {name}", one, name, buffer_value(manifest, name), found.buffers)
+        for name, one in state.buffers.items()
+        if weights is None or name in weights
+    ]
+    rows += [
+        (f"the tensor {name} that the loss updates", one, name, manifest.values[f"constant {name}"], found.constants)
+        for name, one in state.constants.items()
+        if f"constant {name}" in manifest.values
+    ]
+    for what, own, name, value, fits in rows:
+        if value is None:
+            found.differences.append(f"{what} is not in the checkpoint")
+        elif reason := unlike(manifest.tensors[first_of(value)["$tensor"]], own.shape, own.dtype, weights is not None):
+            found.differences.append(f"{what} {reason}")
+        else:
+            fits.append(name)
     odd = sorted(name for kind, name in saved if kind == "buffer" and name not in state.buffers)
     found.differences += [f"the buffer {name} is not in the model" for name in odd]
-
-
-def _compare(
-    what: str, manifest: Manifest, value: Any, own: torch.Tensor, name: str, fits: list[str], found: Match
-) -> None:
-    if value is None:
-        found.differences.append(f"{what} is not in the checkpoint")
-        return
-    tree = value["same"] if "same" in value else value["by_rank"][0]
-    if (reason := unlike(manifest, tree["$tensor"], own.shape, own.dtype)) is not None:
-        found.differences.append(f"{what} {reason}")
-    else:
-        fits.append(name)
 
 
 def buffer_value(manifest: Manifest, name: str) -> dict[str, Any] | None:

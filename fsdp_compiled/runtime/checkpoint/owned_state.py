@@ -1,8 +1,8 @@
-"""Moves the state that optimizers of whole parameters keep on owners to rank 0 and back, for ``state_dict()``.
+"""The state that optimizers of whole parameters keep on owners: to rank 0 and back, and in DCP's form (`dcp`).
 
-An owner keeps a parameter's state whole, in the form of the optimizer's own code, and the dictionary holds just that.
-Forms are sent as JSON, and tensors one at a time. Loaded state is compared with what the class keeps after one step on
-a small parameter, since another optimizer's state would be taken for none. Counters that the code keeps in groups are
+An owner keeps a parameter's state whole, in the form of the optimizer's own code, and the dictionary on rank 0 holds
+just that; it is sent one parameter at a time. Loaded state is compared with what the class keeps after one step on a
+small parameter, since another optimizer's state would be taken for none. Counters that the code keeps in groups are
 loaded too; counters in attributes are in no ``state_dict``, and are refused.
 """
 
@@ -11,13 +11,14 @@ from __future__ import annotations
 import copy
 import math
 from collections import defaultdict
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from fsdp_compiled.distributed.lockstep import Exchange, Work
@@ -32,6 +33,8 @@ from fsdp_compiled.runtime.checkpoint.values import decode, encode
 from fsdp_compiled.runtime.whole_update import WholeUpdate
 
 States = dict[str, Any]  # by the parameter's name
+STEPPED = "optim_stepped"
+CURE = "Call save and load."
 SIZES = (2, 3, 4, 5, 6, 7)  # of the small parameter
 
 
@@ -43,6 +46,11 @@ class _Kept:
     names: frozenset[str]
     shaped: Mapping[str, torch.dtype]
     written: frozenset[str]
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether all of it are tensors of the parameter's shape."""
+        return not self.written and self.names == self.shaped.keys()
 
 
 def from_owners(trained: Trained, mesh: Mesh) -> Work[States]:
@@ -56,15 +64,16 @@ def from_owners(trained: Trained, mesh: Mesh) -> Work[States]:
         for name, kept in update.of_parameters().items():
             tensors: dict[str, torch.Tensor] = {}
             own[name] = encode(kept, name, tensors), tensors
-    said = yield Exchange("what owners keep", {name: (tree, _kinds(tensors)) for name, (tree, tensors) in own.items()})
+    said = yield Exchange("what owners keep", list(own))
     found: States = {}
-    for name, (tree, kinds) in {name: form for one in said for name, form in one.items()}.items():
-        tensors = own[name][1] if name in own else _empty(kinds)
-        if trained.plan.owners:
+    for name in dict.fromkeys(name for one in said for name in one):
+        form = [own.get(name)]
+        if owners := trained.plan.owners:
             yield name
-            _broadcast(tensors, mesh, mesh.groups["shard"], trained.plan.owners[name])
-        if mesh.rank == 0:
-            found[name] = decode(tree, tensors)
+            group = dist.distributed_c10d._resolve_process_group(mesh.groups["shard"])
+            dist.broadcast_object_list(form, group=group, group_src=owners[name], device=mesh.device)
+        if mesh.rank == 0 and form[0] is not None:
+            found[name] = decode(*form[0])
     return found
 
 
@@ -86,24 +95,6 @@ def given_to_owners(
         manifest.values["owners"] = {"same": others}
 
 
-def _kinds(tensors: Mapping[str, torch.Tensor]) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-    return {label: (tuple(tensor.shape), tensor.dtype) for label, tensor in tensors.items()}
-
-
-def _empty(kinds: Mapping[str, tuple[tuple[int, ...], torch.dtype]]) -> dict[str, torch.Tensor]:
-    return {label: torch.empty(shape, dtype=dtype) for label, (shape, dtype) in kinds.items()}
-
-
-def _broadcast(tensors: Mapping[str, torch.Tensor], mesh: Mesh, group: str | None, source: int) -> None:
-    """Broadcasts tensors on the host, in place, whatever their dtypes."""
-    among = dist.distributed_c10d._resolve_process_group(group) if group is not None else None
-    for tensor in tensors.values():
-        if tensor.numel():
-            sent = tensor.contiguous().view(-1).view(torch.uint8).to(mesh.device)
-            dist.broadcast(sent, group=among, group_src=source)
-            tensor.copy_(sent.cpu().view(tensor.dtype).view(tensor.shape))
-
-
 def kept_by(update: WholeUpdate) -> dict[str, _Kept]:
     """What the update's class keeps for each parameter. Raises ``ValueError`` if no ``state_dict`` holds all of it."""
     kind = type(update.optimizer)
@@ -121,27 +112,26 @@ def kept_by(update: WholeUpdate) -> dict[str, _Kept]:
     return found
 
 
-def from_tensors(
-    manifest: Manifest, firsts: Mapping[str, str], there: Mapping[str, Collection[str]], updates: Sequence[WholeUpdate]
-) -> list[str]:
+def from_tensors(manifest: Manifest, firsts: Mapping[str, str], updates: Sequence[WholeUpdate]) -> list[str]:
     """For a checkpoint of another format, whose state is tensors of the parameter's shape: turns these into values, as
     owners save them. Returns what does not fit, in words, once for each class.
 
-    ``firsts``: by parameter, its name in the checkpoint; ``there``: by such a name, the state that is kept for it.
+    ``firsts``: by parameter, its name in the checkpoint.
     """
     wrong: list[str] = []
     for update in updates:
         problems: list[str] = []
         for name, kept in kept_by(update).items():
-            if (first := firsts.get(name)) is None or not there.get(first):  # the parameter has made no step
+            first = firsts.get(name, "")
+            if not (there := manifest.states.get(first)):  # the parameter has made no step
                 continue
             found = {label: f"optimizer.state.{first}.{label}" for label in kept.names}
             shape = update.leaves[name].shape
             entries = {label: manifest.tensors.get(key) for label, key in found.items()}
-            if kept.written or kept.names != kept.shaped.keys():
+            if not kept.is_plain:
                 problems.append("keeps more than tensors of a parameter's shape, which other formats do not have")
-            elif set(there[first]) != kept.names:
-                problems.append(f"keeps {sorted(kept.names)} of {name}, the checkpoint has {sorted(there[first])}")
+            elif there != kept.names:
+                problems.append(f"keeps {sorted(kept.names)} of {name}, the checkpoint has {sorted(there)}")
             elif odd := [k for k, e in entries.items() if e is None or (e.shape, e.dtype) != (shape, kept.shaped[k])]:
                 problems.append(f"keeps {odd[0]} of {name} in another shape or dtype than the checkpoint")
             else:
@@ -181,3 +171,51 @@ def _check(name: str, given: Any, kept: _Kept, leaf: Leaf, kind: str) -> None:
     for label, value in all_leaves(dict(given)).items():
         if label in kept.shaped and tuple(value.shape) != leaf.shape:
             raise ValueError(f"{label} of {name} has shape {list(value.shape)}, not {list(leaf.shape)}.")
+
+
+def of_owners(trained: Trained) -> Work[dict[str, Any]]:
+    """Owners' part of the dictionary: the state of this rank's parameters, the tensors themselves; ``STEPPED``."""
+    found: States = {}
+    fresh: States = {}
+    for update in trained.updates:
+        forms = forms_of(update)
+        for name, kept in update.of_parameters().items():
+            if {key: getattr(value, "dtype", None) for key, value in kept.items()} != forms[name] or any(
+                value.shape != update.leaves[name].shape for value in kept.values()
+            ):
+                update.refuse(
+                    "state_dict", f"what it keeps of {name} has another form than after its first step. {CURE}"
+                )
+            found[name] = kept
+        for name in (name for name in update.owned if name not in found):
+            fresh[name] = {
+                key: torch.zeros(update.leaves[name].shape, dtype=dtype, device=trained.plan.device)
+                for key, dtype in forms[name].items()
+            }
+    said = yield Exchange("which parameters have state", (bool(found), min(fresh, default=None)))
+    stepped = any(some for some, _ in said)
+    without = [name for _, name in said if name is not None]
+    if stepped and without:
+        raise ValueError(f"state_dict where {min(without)} has no state of an optimizer, and others have. {CURE}")
+    return {"state": found or fresh, STEPPED: torch.tensor(int(stepped))}
+
+
+def is_filled(its: Mapping[str, Any]) -> bool:
+    """Whether something was read into these zeros. FSDP2 saves the state alone, without a mark that it is real."""
+    return any(
+        not isinstance(value, torch.Tensor) or isinstance(value, DTensor) or value.any() for value in its.values()
+    )
+
+
+def forms_of(update: WholeUpdate) -> dict[str, dict[str, torch.dtype]]:
+    """What is kept for each parameter after a step. Raises ``ValueError`` where that is not known beforehand."""
+    update.of_all_ranks()  # raises for state that belongs to no parameter
+    found = {}
+    for name, kept in kept_by(update).items():
+        if not kept.is_plain:
+            update.refuse(
+                "state_dict",
+                f"it keeps more than tensors of the shape of {name}, and DCP reads only into what is there. {CURE}",
+            )
+        found[name] = dict(kept.shaped)
+    return found

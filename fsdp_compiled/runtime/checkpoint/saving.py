@@ -15,38 +15,24 @@ optimizer's rules, the other ranks that hold the same elements, and the shards' 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import os
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
 
 from fsdp_compiled.distributed.lockstep import Exchange, Work
 from fsdp_compiled.distributed.mesh import Mesh
 from fsdp_compiled.runtime.checkpoint import folder as folders
-from fsdp_compiled.runtime.checkpoint.chunks import (
-    Chunk,
-    Entry,
-    Holders,
-    aliases,
-    held,
-    place_of,
-    tensors,
-    whole_chunk,
-)
+from fsdp_compiled.runtime.checkpoint.chunks import Chunk, Entry, Holders, aliases, held, place_of, tensors, whole_chunk
 from fsdp_compiled.runtime.checkpoint.contents import OWNED, Trained, dealt_out, values_of
-from fsdp_compiled.runtime.checkpoint.data_file import (
-    Item,
-    Layout,
-    check_dtype,
-    lay_out,
-    memory_of,
-    packed,
-)
+from fsdp_compiled.runtime.checkpoint.data_file import Layout, check_dtype, lay_out, memory_of, packed
 from fsdp_compiled.runtime.checkpoint.manifest import Manifest
 from fsdp_compiled.runtime.checkpoint.values import Tensors, digest, renamed, tensor_names
 
+T = TypeVar("T")
 ALIKE = ("updates", "scale", "optimizer", "scalars", "owners")  # values that must be the same on all ranks
 FILE = 4 << 30  # bytes: a file is closed when it has as many
 
@@ -62,6 +48,22 @@ class Wish:
 
     def __str__(self) -> str:
         return f"{self.folder}, step {self.step}, keep={self.keep}, replace={self.replace}"
+
+
+def check_wish(folder: Any, step: Any, keep: Any, replace: Any) -> Wish:
+    """Raises ``ValueError`` for arguments that make no sense."""
+    for name, value, least in (("step", step, 0), ("keep", keep, 1)):
+        if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < least):
+            raise ValueError(f"{name} is {value!r}; expected a whole number of {least} or more, or None.")
+    return Wish(path(folder), step, keep, bool(replace))
+
+
+def path(folder: Any) -> Path:
+    if not isinstance(folder, str | os.PathLike):
+        raise ValueError(f"folder is a {type(folder).__name__}; expected a path.")
+    if not str(folder) or "\0" in str(folder):
+        raise ValueError(f"folder is {str(folder)!r}; expected a path. The folder one is in is '.'.")
+    return Path(folder).absolute()
 
 
 @dataclass(frozen=True)
@@ -95,12 +97,11 @@ class Arranged:
 
 @dataclass(frozen=True)
 class Written:
-    """What this rank writes. ``values``: JSON; ``beside``: its tensors, beside shards; ``entries``: what these are."""
+    """What this rank writes. ``values``: JSON; ``beside``: its tensors, beside shards."""
 
     files: Sequence[Arranged]
     values: Mapping[str, Any]
     beside: Sequence[Chunk]
-    entries: Mapping[str, Entry]
 
 
 def prepare(
@@ -126,13 +127,23 @@ def prepare(
     folder: Path = said[0][0]
     rows = [row for _, _, row, _ in said]
     writers = _writers([digests for *_, digests in said], rows)
-    plans.find(trained, Holders(mesh.rank, [place for _, place, *_ in said]))
-    trees, beside, entries = _own_values(mesh.rank, writers, values, found)
-    files = plans.arrange(beside, mesh.rank, mesh.world)
-    written_by = {"torch": str(torch.__version__), "shard": trained.plan.policy.shard, "id": folder.name}
-    head = Manifest(wish.step, mesh.world, plans.entries, {}, aliases(trained.plan), {}, written_by, rows)
+    plan, rules, optimizer = trained.plan, trained.rules, trained.state.optimizer
+    holders = Holders(mesh.rank, [place for _, place, *_ in said])
+    by = (plan, *rules)  # compared by identity, and held beside the chunks, so that they keep it
+    of = [*map(id, by)], holders, _memory(trained.weights), _memory(optimizer)
+
+    def find() -> tuple[list[Chunk], dict[str, Entry], object]:
+        chunks = held(plan, rules, place_of(mesh), trained.weights, optimizer, holders)
+        return list(chunks), tensors(plan, rules, optimizer), by
+
+    shards, entries, _ = plans.again("chunks", of, find)
+    trees, beside = _own_values(mesh.rank, writers, values, found)
+    alike = of, [(one.key, one.values.dtype, one.values.shape) for one in beside], FILE
+    files = plans.again("files", alike, lambda: arrange(shards, beside, mesh.rank, mesh.world))
+    written_by = {"torch": str(torch.__version__), "shard": plan.policy.shard, "id": folder.name}
+    head = Manifest(wish.step, mesh.world, entries, {}, aliases(plan), {}, written_by, rows)
     save = Save(number, folder, wish.keep, wish.replace, head, writers)
-    return save, Written(files, trees, beside, entries)
+    return save, Written(files, trees, beside)
 
 
 def row_of(mesh: Mesh) -> int:
@@ -172,64 +183,46 @@ def _writers(digests: list[dict[str, str]], rows: Sequence[int]) -> dict[str, li
 
 def _own_values(
     rank: int, writers: Mapping[str, list[int]], values: Mapping[str, Any], found: Tensors
-) -> tuple[dict[str, Any], list[Chunk], dict[str, Entry]]:
+) -> tuple[dict[str, Any], list[Chunk]]:
     """The values that this rank writes: as JSON, and their tensors."""
     trees: dict[str, Any] = {}
     parts: list[Chunk] = []
-    entries: dict[str, Entry] = {}
     for name, ranks in writers.items():
         if rank not in ranks:
             continue
         suffix = f" of rank {rank}" if len(ranks) > 1 else ""
         trees[name] = renamed(values[name], lambda key, suffix=suffix: key + suffix)  # type: ignore[misc]
-        for key in tensor_names(values[name]):
-            parts.append(whole_chunk(key + suffix, found[key]))
-            entries[key + suffix] = Entry(parts[-1].shape, found[key].dtype)
-    return trees, parts, entries
+        parts += [whole_chunk(key + suffix, found[key]) for key in tensor_names(values[name])]
+    return trees, parts
 
 
 def arrange(shards: Sequence[Chunk], beside: Sequence[Chunk], rank: int, world: int) -> list[Arranged]:
     """This rank's files, with the place of everything in them."""
+    of_shards = {one.key: one for one in shards}
+    tensors: dict[str, torch.Tensor] = {}
+    for one in (*shards, *beside):
+        if one.key in tensors:
+            raise ValueError(f"Two tensors of one file are called {one.key}.")
+        tensors[one.key] = one.values
     found = []
-    others = {one.key for one in beside}
-    for index, row in enumerate(packed([*shards, *beside], lambda one: one.values.nbytes, FILE)):
-        layout = lay_out(Item(one.key, one.values.dtype, tuple(one.values.shape)) for one in row)
+    for index, row in enumerate(packed(tensors, FILE)):
         name = f"shard-{rank:05d}-of-{world:05d}{f'-{index:05d}' if index else ''}.safetensors"
-        found.append(Arranged(name, layout, [one for one in row if one.key not in others]))
+        found.append(Arranged(name, lay_out(row), [of_shards[key] for key in row if key in of_shards]))
     return found
 
 
 class Plans:
-    """What is the same at each save, as long as what is saved stays the same: which elements, and where in which file.
-
-    ``entries``: of all ranks together, without pieces.
-    """
+    """What is the same at each save, as long as what it depends on stays the same: which elements a rank writes, and
+    where in which file."""
 
     def __init__(self) -> None:
-        self.entries: dict[str, Entry] = {}
-        self._shards: Sequence[Chunk] = ()  # the chunks of flat shards that this rank writes
-        self._of: object = None  # what these chunks depend on
-        self._by: tuple[object, ...] = ()  # what is compared by identity; held so that it keeps its identity
-        self._alike: object = None  # what the files hold beside the chunks
-        self._files: Sequence[Arranged] = ()
+        self._found: dict[str, tuple[object, Any]] = {}
 
-    def find(self, trained: Trained, holders: Holders) -> None:
-        plan, state, rules = trained.plan, trained.state, trained.rules
-        by = (plan, *rules)
-        of = (tuple(map(id, by)), holders, _memory(trained.weights), _memory(state.optimizer))
-        if of != self._of:
-            place = holders.places[holders.rank]
-            self._shards = list(held(plan, rules, place, trained.weights, state.optimizer, holders))
-            self.entries = tensors(plan, rules, state.optimizer)
-            self._by, self._of, self._alike = by, of, None
-
-    def arrange(self, beside: Sequence[Chunk], rank: int, world: int) -> Sequence[Arranged]:
-        """This rank's files: chunks that `find` found last, and those ``beside``, whose values lie elsewhere each
-        time."""
-        alike = [(one.key, one.values.dtype, one.values.shape) for one in beside], FILE
-        if alike != self._alike:
-            self._alike, self._files = alike, arrange(self._shards, beside, rank, world)
-        return self._files
+    def again(self, what: str, of: object, find: Callable[[], T]) -> T:
+        """What was found before, or is found anew if ``of``, which it depends on, is another."""
+        if what not in self._found or self._found[what][0] != of:
+            self._found[what] = of, find()
+        return cast(T, self._found[what][1])
 
 
 def _memory(shards: Mapping[str, torch.Tensor]) -> list[tuple[object, ...]]:

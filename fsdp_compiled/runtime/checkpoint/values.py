@@ -11,6 +11,7 @@ import json
 import math
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -19,17 +20,36 @@ import xxhash
 from fsdp_compiled.runtime.checkpoint.data_file import memory_of
 
 Tensors = dict[str, torch.Tensor]
-SEQUENCES: dict[str, Callable[[list[Any]], Any]] = {
-    "$tuple": tuple, "$set": set, "$frozenset": frozenset, "$deque": deque, "$size": torch.Size,
+LEAVES: dict[Any, tuple[str, Callable[[Any], Any], Callable[[Any], Any]]] = {  # tag, to JSON, from JSON
+    float: ("$float", str, float),  # those that JSON has not
+    bytes: ("$bytes", lambda value: base64.b64encode(value).decode(), base64.b64decode),
+    bytearray: (
+        "$bytearray", lambda value: base64.b64encode(value).decode(), lambda text: bytearray(base64.b64decode(text))
+    ),
+    complex: ("$complex", lambda value: [str(value.real), str(value.imag)], lambda two: complex(*map(float, two))),
+    torch.dtype: ("$dtype", lambda value: str(value).removeprefix("torch."), lambda name: getattr(torch, name)),
+    torch.device: ("$device", str, torch.device),
 }  # fmt: skip
-# A defaultdict comes back as an ordinary dictionary, since what makes its defaults is code.
-MAPPINGS: dict[str, Callable[[list[Any]], Any]] = {
-    "$dict": dict,
-    "$ordered": OrderedDict,
-    "$counter": lambda p: Counter(dict(p)),
+SEQUENCES: dict[Any, str] = {
+    tuple: "$tuple",
+    set: "$set",
+    frozenset: "$frozenset",
+    deque: "$deque",
+    torch.Size: "$size",
 }
-NAMES: dict[Any, str] = {kind: tag for tag, kind in SEQUENCES.items()} | {list: "list"}
 MAPS: dict[Any, str] = {dict: "$dict", OrderedDict: "$ordered", Counter: "$counter", defaultdict: "$dict"}
+OF_TENSORS: dict[str, Callable[[torch.Tensor], Any]] = {
+    "$tensor": lambda tensor: tensor,
+    "$numpy": lambda tensor: tensor.numpy(),
+    "$numpy_scalar": lambda tensor: tensor.numpy()[()],
+}
+# What makes values of their parts. A defaultdict comes back as an ordinary dictionary, since what makes its defaults is
+# code.
+MADE: dict[str, Callable[[list[Any]], Any]] = {tag: kind for kind, tag in SEQUENCES.items()} | {
+    "$dict": dict, "$ordered": OrderedDict, "$counter": lambda pairs: Counter(dict(pairs)),
+    "$bounded": lambda parts: deque(parts[1], parts[0]),
+}  # fmt: skip
+READ = {tag: read for tag, _, read in LEAVES.values()}
 
 
 def encode(value: Any, name: str, tensors: Tensors, where: str = "") -> Any:
@@ -38,37 +58,27 @@ def encode(value: Any, name: str, tensors: Tensors, where: str = "") -> Any:
     Raises ``ValueError``, with the place in the value, for what is neither a tensor nor plain data.
     """
     kind = type(value)
-    if value is None or kind in (bool, int, str):
+    if value is None or kind in (bool, int, str) or (kind is float and math.isfinite(value)):
         return value
-    if kind is float:
-        return value if math.isfinite(value) else {"$float": str(value)}
-    if kind in NAMES:
+    if kind in LEAVES:
+        tag, write, _ = LEAVES[kind]
+        return {tag: write(value)}
+    if kind is list or kind in SEQUENCES:
         items = sorted(value, key=repr) if kind in (set, frozenset) else value  # an order that every rank has
         found = [encode(one, name, tensors, f"{where}[{index}]") for index, one in enumerate(items)]
         if kind is deque and value.maxlen is not None:
             return {"$bounded": [value.maxlen, found]}
-        return found if kind is list else {NAMES[kind]: found}
+        return found if kind is list else {SEQUENCES[kind]: found}
     if kind in MAPS:
+        parts = {key: encode(one, name, tensors, f"{where}.{key}") for key, one in value.items()}
         if kind in (dict, defaultdict) and all(type(key) is str and not key.startswith("$") for key in value):
-            return {key: encode(one, name, tensors, f"{where}.{key}") for key, one in value.items()}
-        return {MAPS[kind]: [
-            [encode(key, name, tensors, f"{where}.{key} (key)"), encode(one, name, tensors, f"{where}.{key}")]
-            for key, one in value.items()
-        ]}  # fmt: skip
-    if kind in (bytes, bytearray):
-        return {f"${kind.__name__}": base64.b64encode(value).decode()}
+            return parts
+        return {MAPS[kind]: [[encode(key, name, tensors, f"{where}.{key} (key)"), one] for key, one in parts.items()]}
     if kind in (torch.Tensor, torch.nn.Parameter) and value.layout is torch.strided and not value.is_meta:
         return {"$tensor": _stored(value, name, where, tensors)}
-    if kind in (torch.dtype, torch.device):
-        return {f"${kind.__name__}": str(value).removeprefix("torch.")}
-    if kind is complex:
-        return {"$complex": [str(value.real), str(value.imag)]}
     if kind.__module__ == "numpy" and kind.__name__ != "matrix" and hasattr(value, "dtype"):
-        try:  # torch takes neither negative strides nor another byte order
+        with suppress(TypeError):  # torch takes neither negative strides nor another byte order
             array = torch.as_tensor(value.astype(value.dtype.newbyteorder("="), order="C"))
-        except TypeError:
-            array = None
-        if array is not None:
             tag = "$numpy" if kind.__name__ == "ndarray" else "$numpy_scalar"
             return {tag: _stored(array, name, where, tensors)}
     raise ValueError(
@@ -89,7 +99,7 @@ def _stored(value: torch.Tensor, name: str, where: str, tensors: Tensors) -> str
 def renamed(tree: Any, rename: Callable[[str], str]) -> Any:
     """The JSON with its tensors renamed."""
     if isinstance(tree, dict):
-        if len(tree) == 1 and next(iter(tree)) in ("$tensor", "$numpy", "$numpy_scalar"):
+        if len(tree) == 1 and next(iter(tree)) in OF_TENSORS:
             return {key: rename(name) for key, name in tree.items()}
         return {key: renamed(one, rename) for key, one in tree.items()}
     return [renamed(one, rename) for one in tree] if isinstance(tree, list) else tree
@@ -111,29 +121,12 @@ def decode(tree: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
     tag = next(iter(tree), "")
     if len(tree) != 1 or not tag.startswith("$"):
         return {key: decode(one, tensors) for key, one in tree.items()}
-    inner = tree[tag]
-    if tag in SEQUENCES:
-        return SEQUENCES[tag]([decode(one, tensors) for one in inner])
-    if tag in MAPPINGS:
-        return MAPPINGS[tag]([(decode(key, tensors), decode(one, tensors)) for key, one in inner])
-    if tag == "$bounded":
-        return deque((decode(one, tensors) for one in inner[1]), inner[0])
-    if tag == "$tensor":
-        return tensors[inner]
-    if tag == "$numpy":
-        return tensors[inner].numpy()
-    if tag == "$numpy_scalar":
-        return tensors[inner].numpy()[()]
-    if tag in ("$bytes", "$bytearray"):
-        return (bytes if tag == "$bytes" else bytearray)(base64.b64decode(inner))
-    if tag == "$float":
-        return float(inner)
-    if tag == "$complex":
-        return complex(float(inner[0]), float(inner[1]))
-    if tag == "$dtype":
-        return getattr(torch, inner)
-    if tag == "$device":
-        return torch.device(inner)
+    if tag in OF_TENSORS:
+        return OF_TENSORS[tag](tensors[tree[tag]])
+    if tag in READ:
+        return READ[tag](tree[tag])
+    if tag in MADE:
+        return MADE[tag](decode(tree[tag], tensors))
     raise ValueError(f"{tag} is no kind of value that this version knows.")
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -18,29 +17,28 @@ from fsdp_compiled.optim.rule import Rule, StateTensor, rule_for
 from fsdp_compiled.plan.leaf import Leaf
 from fsdp_compiled.plan.plan import Buffer, Plan
 from fsdp_compiled.runtime.checkpoint import owned_state
-from fsdp_compiled.runtime.checkpoint.chunks import Chunk, Entry, per_element, whole_chunk
+from fsdp_compiled.runtime.checkpoint.chunks import Entry, per_element, place_of
 from fsdp_compiled.runtime.checkpoint.chunks import tensors as every_tensor
 from fsdp_compiled.runtime.checkpoint.contents import Trained, numbers_of, options
-from fsdp_compiled.runtime.checkpoint.dcp import held_by_name, optimizer_values
-from fsdp_compiled.runtime.checkpoint.loading import Pairs, chosen_values, prepare_optimizer, write
+from fsdp_compiled.runtime.checkpoint.data_file import unread
+from fsdp_compiled.runtime.checkpoint.dcp import values_of_states
+from fsdp_compiled.runtime.checkpoint.loading import load_given
 from fsdp_compiled.runtime.checkpoint.manifest import Manifest
-from fsdp_compiled.runtime.checkpoint.matching import FITS, Match, match_optimizer, refusal, taken_over
-from fsdp_compiled.runtime.checkpoint.values import tensor_names
+from fsdp_compiled.runtime.checkpoint.matching import (
+    FITS,
+    Match,
+    match,
+    match_optimizer,
+    refusal,
+    report,
+    taken_over,
+    unlike,
+    want,
+)
 from fsdp_compiled.runtime.managed_model import holding
 from fsdp_compiled.runtime.param_step_counts import names_of
 from fsdp_compiled.runtime.shard_model import read_slot
-from fsdp_compiled.runtime.state import wait_for_host_memory
 from fsdp_compiled.runtime.tensor_parallel.parts import whole_value
-
-log = logging.getLogger("fsdp_compiled")
-
-
-class Lazy(NamedTuple):
-    """A whole tensor that is read only when it is needed. ``read()`` is the tensor, or a work that returns it."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    read: Callable[[], Any]
 
 
 class Keys(NamedTuple):
@@ -85,8 +83,8 @@ def renamed(model: Any, there: Collection[str], keys: Keys) -> Callable[[str], s
     return lambda key: key.removeprefix(f"{base}.")
 
 
-def of_rank_0(given: Any, mesh: Mesh) -> Work[dict[str, Lazy]]:
-    """Rank 0's tensors, by key. Reading one is a work of all ranks, in which rank 0 broadcasts it."""
+def of_rank_0(given: Any, mesh: Mesh) -> Work[dict[str, torch.Tensor]]:
+    """Rank 0's tensors, by key, not read yet. To read one is a work of all ranks, in which rank 0 broadcasts it."""
     kinds: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
     if mesh.rank == 0:
         if not isinstance(given, Mapping):
@@ -106,11 +104,11 @@ def of_rank_0(given: Any, mesh: Mesh) -> Work[dict[str, Lazy]]:
         broadcast(sent, mesh)
         return value
 
-    return {key: Lazy(shape, dtype, partial(read, key)) for key, (shape, dtype) in kinds.items()}
+    return {key: unread(shape, dtype, partial(read, key)) for key, (shape, dtype) in kinds.items()}
 
 
 def load_weights(
-    there: Mapping[str, Lazy],
+    there: Mapping[str, torch.Tensor],
     what: str,
     strict: bool,
     model: nn.Module,
@@ -123,68 +121,58 @@ def load_weights(
     ``together``: reading a tensor is a work of all ranks.
     """
     keys = keys_of(model, trained)
+    slots = [slot for buffer in trained.plan.buffers for slot in buffer.slots]
+    kinds = {slot.name: (slot.leaf.whole_shape, slot.leaf.dtype) for slot in slots}
+    kinds |= {name: (tuple(one.shape), one.dtype) for name, one in trained.state.buffers.items()}
+    names = {name: slot.name for slot in slots for name in slot.leaf.names}
+    names |= {name: name for name in keys.buffers.values()} | keys.buffers | keys.parameters
     prefix = renamed(model, there, keys)
-    own = held_by_name(trained, (), mesh)
-    targets = {  # by name: the keys it may have there (several for a tied parameter), and its target
-        slot.name: ({*slot.leaf.names}, slot.leaf.whole_shape, slot.leaf.dtype, own.get(f"model.{slot.name}", []))
-        for buffer in trained.plan.buffers
-        for slot in buffer.slots
-    }
-    for name in keys.buffers.values():
-        chunk = whole_chunk(name, trained.state.buffers[name])
-        targets[name] = ({name}, chunk.shape, chunk.values.dtype, [chunk])
-    for key, name in (keys.parameters | keys.buffers).items():
-        targets[name][0].add(key)
-    wrong: list[str] = []
-    fits: list[tuple[list[str], list[Chunk]]] = []
-    used: set[str] = set()
-    for name, (known, shape, dtype, chunks) in targets.items():
-        found = [key for key in map(prefix, sorted(known)) if key in there]
-        used |= set(found)
-        if not found:
-            wrong.append(f"{name} is not there")
-        elif odd := [key for key in found if there[key].shape != tuple(shape)]:
-            wrong.append(f"{name} has shape {list(shape)} here, and {list(there[odd[0]].shape)} there")
-        elif odd := [key for key in found if _loses(there[key].dtype, dtype)]:
-            wrong.append(f"{name} is {dtype} here, and {there[odd[0]].dtype} there")
-        else:
-            fits.append((found, chunks))
-    wrong += [f"{key} is not in the model" for key in sorted(there.keys() - used)]
-    if wrong and strict:
-        raise ValueError(refusal(f"{what} are of another model", wrong, "Build that model." if together else FITS))
-    staged: Pairs = []
-    for found, chunks in fits:
-        first: list[torch.Tensor] = []
+    of_key = {prefix(key): name for key, name in names.items()}
+    several: dict[str, list[str]] = {}  # by name, the keys there: a tied parameter may have more than one
+    for key in sorted(there):
+        several.setdefault(of_key.get(key, key), []).append(key)
+
+    def alike(name: str, found: list[str]) -> Work[torch.Tensor]:
+        first: torch.Tensor | None = None
         for key in found:
-            value = (yield from there[key].read()) if together else there[key].read()
-            values = [one.of(value.detach()).to(one.values.dtype, copy=True) for one in chunks]
-            if not first:
-                first = values
-                staged += zip((one.values for one in chunks), values, strict=True)
-            elif not all(map(torch.equal, first, values)):
+            value = there[key].read()
+            value = ((yield from value) if together else value).to(kinds[name][1])
+            if first is not None and not torch.equal(first, value):
                 raise ValueError(
                     f"{what} differ in {found[0]} and {key}, which are one parameter here, so nothing was loaded. "
                     "Build the model without the tie, or remove the one that is not meant."
                 )
+            first = value
+        assert first is not None
+        return first
+
+    given = {key: Entry(tuple(one.shape), one.dtype) for key, one in there.items()}
+    tensors, entries = {}, {}
+    for name, found in several.items():
+        odd = [key for key in found if name in kinds and unlike(given[key], *kinds[name], cast=True)]
+        entries[f"model.{name}"] = one = given[[*odd, *found][0]]
+        several_times = unread(one.shape, one.dtype, partial(alike, name, found))
+        tensors[f"model.{name}"] = several_times if found[1:] else there[found[0]]
+    manifest = Manifest(0, 1, entries, {}, {}, {}, {})
+    fits = match(manifest, trained, place_of(mesh), [*keys.buffers.values()])
+    if (wrong := fits.differences) and strict:
+        raise ValueError(refusal(f"{what} are of another model", wrong, "Build that model." if together else FITS))
+    write = yield from load_given(manifest, tensors, fits, trained, mesh, together)
 
     def write_them() -> None:
-        write(staged)
-        if wrong and mesh.rank == 0:
-            lines = "".join(f"\n  {line}" for line in wrong)
-            log.warning("loaded what fits, and left the rest as it was. %s are of another model:%s", what, lines)
+        write()
+        if mesh.rank == 0:
+            report(f"{what}, which are of another model", wrong)
 
     return write_them
 
 
-def load_given(given: Mapping[str, Any], model: nn.Module, trained: Trained, mesh: Mesh) -> Work[Callable[[], None]]:
+def load_given_weights(
+    given: Mapping[str, Any], model: nn.Module, trained: Trained, mesh: Mesh
+) -> Work[Callable[[], None]]:
     """Like `load_weights`, for rank 0's ``model.state_dict()``."""
     there = yield from of_rank_0(given, mesh)
     return (yield from load_weights(there, "The weights given", True, model, trained, mesh, together=True))
-
-
-def _loses(there: torch.dtype, here: torch.dtype) -> bool:
-    """Whether a cast would make another kind of number of it: of whole ones, which scales may belong to, or complex."""
-    return (there.is_floating_point, there.is_complex) != (here.is_floating_point, here.is_complex)
 
 
 def collected(own: torch.Tensor, buffer: Buffer, cut: bool, what: str, mesh: Mesh) -> Work[dict[str, torch.Tensor]]:
@@ -218,7 +206,6 @@ def full_state_dict(
     Runs in stages, for `lockstep`: if one rank fails, for example in a hook of the model on rank 0, every rank raises
     an error. Nothing is changed.
     """
-    wait_for_host_memory(plan)
     whole: dict[str, torch.Tensor] = {}
     for buffer in plan.buffers:
         own = shards[buffer.key].to(plan.device)
@@ -306,29 +293,13 @@ def load_optimizer(given: Mapping[str, Any], trained: Trained, mesh: Mesh) -> Wo
     if mesh.rank == 0:
         made = _described(given, trained, tensors)
     manifest: Manifest = (yield Exchange("the optimizer's groups and numbers", made))[0]
-    found = Match()
-    places = {name: name for name in manifest.tensors if name.startswith("model.")}
+    found, places = Match(), {name: name for name in manifest.tensors if name.startswith("model.")}
     match_optimizer(manifest, trained, places, found)
+    want(trained, place_of(mesh), places, found)
     if found.differences:
         raise ValueError(refusal("The optimizer's state is of another one", found.differences, "Build that optimizer."))
-    values = chosen_values(manifest, found, {}, mesh.rank, [0])
     there = yield from of_rank_0(tensors, mesh)
-    own = held_by_name(trained, trained.rules, mesh)
-    mine = {name for tree, _ in values.values() for name in tensor_names(tree)}
-    staged: Pairs = []
-    kept: dict[str, torch.Tensor] = {}
-    for name, lazy in there.items():
-        value = yield from lazy.read()
-        staged += [(one.values, one.of(value).to(one.values.dtype, copy=True)) for one in own.get(name, ())]
-        if name in mine:
-            kept[name] = value.cpu()
-    write_optimizer = prepare_optimizer(values, kept, found, trained)
-
-    def write_them() -> None:
-        write(staged)
-        write_optimizer()
-
-    return write_them
+    return (yield from load_given(manifest, there, found, trained, mesh, together=True))
 
 
 def _described(given: Any, trained: Trained, tensors: dict[str, torch.Tensor]) -> Manifest:
@@ -357,7 +328,7 @@ def _described(given: Any, trained: Trained, tensors: dict[str, torch.Tensor]) -
         if buffer.updated and not rule_for(trained.rules, buffer.group).whole
         for slot in buffer.slots
     }
-    values, kept = optimizer_values(traced, groups, trained, wrong)
+    values, kept = values_of_states(traced, groups, trained, wrong)
     if wrong:
         raise ValueError(refusal("The optimizer's state is of another one", wrong, "Build that optimizer."))
     manifest.values |= values

@@ -1,10 +1,11 @@
-"""From the image to a complete checkpoint, in the background: no collective, and no process group.
+"""The saves of one `Sharded`: from the copied state to a complete checkpoint, in the background.
 
     each rank     writes its files, posts what is in them (or why it could not)  ...........  hears how it ended
     rank 0                            hears all, writes the manifest, renames, removes old ones, posts the end
 
-Ranks post on the store, where calls are posted too. So every rank has the same outcome: the checkpoint's folder, or the
-same error. After an error the aside folder is removed, and earlier checkpoints are as they were.
+There is no collective in the background, and no process group. Ranks post on the store, where calls are posted too. So
+every rank has the same outcome: the checkpoint's folder, or the same error. After an error the aside folder is removed,
+and earlier checkpoints are as they were.
 """
 
 from __future__ import annotations
@@ -13,22 +14,29 @@ import json
 import shutil
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import Any, Literal
 
 import torch.distributed as dist
 
 from fsdp_compiled.distributed import watchdog
+from fsdp_compiled.distributed.call_log import Calls
 from fsdp_compiled.distributed.call_store import Board, Row
+from fsdp_compiled.distributed.lockstep import lockstep
+from fsdp_compiled.distributed.mesh import Mesh
 from fsdp_compiled.runtime.checkpoint import data_file, folder, manifest
-from fsdp_compiled.runtime.checkpoint.chunks import Piece
+from fsdp_compiled.runtime.checkpoint.chunks import Entry, Piece
+from fsdp_compiled.runtime.checkpoint.contents import Trained
 from fsdp_compiled.runtime.checkpoint.manifest import DataFile, Manifest
-from fsdp_compiled.runtime.checkpoint.saving import Save, Written
+from fsdp_compiled.runtime.checkpoint.saving import Image, Plans, Save, Wish, Written, prepare
+from fsdp_compiled.runtime.state import wait_for_host_memory
 
+Busy = Literal["wait", "refuse", "double_buffer"]
 SILENCE = 600.0  # seconds after which a rank that writes and says nothing is given up
 POLL = 0.01  # seconds between two reads of the store, at first; then a tenth of the time waited so far
 LOOK = 0.5  # seconds between two looks at whether another rank's process lives
@@ -42,7 +50,7 @@ class SaveError(RuntimeError):
 class Saving(Future[Path]):
     """The future that `Sharded.save` returns: ``result()`` is the folder, once the checkpoint is complete."""
 
-    def __init__(self, save: Save | None = None) -> None:
+    def __init__(self, save: Save) -> None:
         super().__init__()
         self.set_running_or_notify_cancel()  # or it could be cancelled, and its memory reused while it is written
         self.save = save
@@ -86,6 +94,85 @@ class Posts:
 
 
 Copied = Sequence[memoryview] | Exception  # by file, its bytes; or why there are none
+
+
+class Checkpoints:
+    """The checkpoints of one `Sharded`: one is being written at a time, and at most one more waits to be."""
+
+    def __init__(self, mesh: Mesh, calls: Calls) -> None:
+        self._mesh, self._calls = mesh, calls
+        self._images = [Image(mesh.device)]  # a second one where `busy` was "double_buffer"
+        self._plans = Plans()
+        self._open: list[tuple[Saving, Image]] = []  # saves that run, or whose failure nobody was told
+        self._count = 0
+
+    def check(self) -> None:
+        """Raises `SaveError`, once, if a checkpoint could not be written in the background."""
+        for one, _ in self._open:
+            if (error := one.failed()) is not None:
+                one.told = True
+                raise error
+
+    def heard(self, text: str) -> None:
+        """Notes that this rank heard what other ranks said. If it was this error, nobody needs to hear it again."""
+        for one, _ in self._open:
+            if one.save.what in text:
+                one.told = True
+
+    def wait(self, busy: Busy = "wait", place: Path | None = None, step: int | None = None) -> None:
+        """Waits until no checkpoint is being written, but for one earlier than this one under ``"double_buffer"``.
+
+        Raises `SaveError` for a save that failed and nobody was told of; under ``"refuse"``, ``ValueError`` while one
+        is being written.
+        """
+        for one, _ in list(self._open):
+            save = one.save
+            if busy == "refuse" and not one.done():
+                raise ValueError(f"{save.what} is still being written.")
+            before = save.aside.parent != place or step is None or save.head.step < step
+            if busy == "double_buffer" and before and len(self._open) == 1 and not one.done():
+                return
+            told = one.told
+            try:
+                one.result()
+            except SaveError:
+                if not told:
+                    raise
+            self._open.pop(0)
+
+    def save(self, wish: Wish, trained: Trained, extra: Mapping[str, Any]) -> Saving:
+        """Saves a checkpoint. Collective, up to the copy. All ranks have agreed that they save."""
+        wait_for_host_memory(trained.plan)
+        begun: list[Path] = []
+        self._count += 1
+        work = prepare(wish, self._count, self._mesh, trained, extra, self._plans, begun)
+        try:
+            save, own = lockstep(self._mesh, "What save writes", work)
+        except BaseException:
+            for aside in begun:
+                folder.abandon(aside)
+            raise
+        finally:
+            work.close()
+        image = self._free_image()
+        copied: Copied | None = None
+        try:
+            copied = image.fill(own.files, own.beside)
+        except Exception as error:
+            copied = error
+        finally:  # if this rank was interrupted, the others hear of that too
+            if copied is None:
+                copied = RuntimeError("it was interrupted while it copied")
+            after = self._open[-1][0] if self._open else None
+            self._open.append((start(save, own, copied, self._mesh.rank, self._calls.board, after), image))
+        return self._open[-1][0]
+
+    def _free_image(self) -> Image:
+        """An image that is not being written."""
+        used = [image for _, image in self._open]
+        if all(one in used for one in self._images):
+            self._images.append(Image(self._mesh.device))
+        return next(one for one in self._images if one not in used)
 
 
 def start(save: Save, own: Written, copied: Copied, rank: int, board: Board | None, after: Saving | None) -> Saving:
@@ -135,11 +222,15 @@ def _write(save: Save, own: Written, copied: Copied, rank: int, beat: Heartbeat)
             data_file.write(save.aside / file.name, [image], beat)
             for file, image in zip(own.files, copied, strict=True)
         ]
-    except OSError as error:
-        return json.dumps({"error": f"rank {rank}: {error.strerror or error} ({error.filename or save.aside})"})
     except Exception as error:
-        return json.dumps({"error": f"rank {rank}: {type(error).__name__}: {error}"})
+        return json.dumps({"error": _in_words(error, rank, save)})
     return json.dumps(manifest.content_of(part_of(save, own, rank, checksums)))
+
+
+def _in_words(error: Exception, rank: int, save: Save) -> str:
+    if isinstance(error, OSError):
+        return f"rank {rank}: {error.strerror or error} ({error.filename or save.aside})"
+    return f"rank {rank}: {type(error).__name__}: {error}"
 
 
 def part_of(save: Save, own: Written, rank: int, checksums: Sequence[Sequence[str]]) -> Manifest:
@@ -149,8 +240,8 @@ def part_of(save: Save, own: Written, rank: int, checksums: Sequence[Sequence[st
         part.files[file.name] = DataFile(file.name, file.layout.size, found)
         for start, one in file.places([*file.shards, *own.beside]):
             piece = Piece(one.offsets, tuple(one.values.shape), file.name, start)
-            known = save.head.tensors.get(one.name) or own.entries[one.name]
-            part.tensors[one.name] = replace(known, pieces=[*part.tensors.get(one.name, known).pieces, piece])
+            before = part.tensors[one.name].pieces if one.name in part.tensors else []
+            part.tensors[one.name] = Entry(one.shape, one.values.dtype, [*before, piece])
     return part
 
 
@@ -186,10 +277,8 @@ def _finish(save: Save, posts: Posts) -> str:
             folder.commit(save.aside, save.head.step, save.keep, save.replace)
     except folder.Committed as error:
         end = f"{save.what} is there and complete, but {error}. Earlier checkpoints were kept."
-    except OSError as error:
-        errors.append(f"rank 0: {error.strerror or error} ({error.filename or save.aside})")
     except Exception as error:
-        errors.append(f"rank 0: {type(error).__name__}: {error}")
+        errors.append(_in_words(error, 0, save))
     if errors:
         shutil.rmtree(save.aside, ignore_errors=True)
         end = f"{save.what} was not written: {'; '.join(errors[:3])}. Earlier checkpoints are as they were."
