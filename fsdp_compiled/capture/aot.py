@@ -106,7 +106,6 @@ def _joint(module: fx.GraphModule, inputs: Sequence[Any]) -> fx.GraphModule:
     """AOTAutograd's joint graph of what Dynamo traced; its forward graph where nothing requires a gradient."""
     if (why := misread_layers(module.graph)) is not None:
         raise CaptureError(why)
-    _check_labels(module)
     taken: list[fx.GraphModule] = []
 
     def take(graph_module: fx.GraphModule, _inputs: Any, **_options: Any) -> Any:
@@ -136,19 +135,6 @@ def _joint(module: fx.GraphModule, inputs: Sequence[Any]) -> fx.GraphModule:
         if uses("numbers of tensors"):
             TensorifyState.clear()
     return taken[0]
-
-
-def _check_labels(module: fx.GraphModule) -> None:
-    """Raises `CaptureError` for ``multilabel_margin_loss``, of which PyTorch (2.11 to 2.14) traces a decomposition that
-    counts what comes after the -1 that ends a row's labels."""
-    for graph in (one.graph for one in module.modules() if isinstance(one, fx.GraphModule)):
-        for node in graph.nodes:
-            if getattr(node.target, "__name__", "") == "multilabel_margin_loss":
-                raise CaptureError(
-                    "A trace of multilabel_margin_loss takes what comes after a row's -1 for labels.\n"
-                    f"{user_line(RuntimeError(node.stack_trace))}\n"
-                    "  Cure: write it with operators of torch; or compute it in the loop, under fully_shard."
-                )
 
 
 def _not_a_number(module: fx.GraphModule, error: KeyError) -> str:

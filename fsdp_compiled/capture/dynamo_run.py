@@ -27,7 +27,7 @@ from fsdp_compiled.capture.random_calls import seeding
 from fsdp_compiled.capture.side_effects import WRAPPED, SideEffects
 from fsdp_compiled.capture.source_lines import cure, user_line
 from fsdp_compiled.capture.tensor_parallel import Layout, is_mesh
-from fsdp_compiled.capture.unknown_reads import check_missing_gradients
+from fsdp_compiled.capture.unknown_reads import check_graphs
 from fsdp_compiled.ir.program import LOSS, Port, PortKind, Program
 from fsdp_compiled.plan.leaf import check_class
 from fsdp_compiled.torch_private.dynamo import TracingContext, tracing
@@ -189,7 +189,7 @@ class Trace:
                 node.meta["example_value"] = result
             wanted[port] = node
         end.args = (tuple(wanted.values()),)
-        check_missing_gradients(self.module, self.code)
+        check_graphs(self.module, self.code)
         _without_empty_literals(graph)
         self.module.recompile()
         with tracing(self.context):

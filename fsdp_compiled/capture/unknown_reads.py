@@ -69,30 +69,48 @@ def check_attributes(batch: Mapping[str, torch.Tensor], asked: Iterable[str]) ->
             )
 
 
-def check_missing_gradients(module: fx.GraphModule, code: Collection[types.CodeType]) -> None:
-    """Raises `CaptureError` if backward of an ``autograd.Function`` may ask which of its gradients are None.
+def check_graphs(module: fx.GraphModule, code: Collection[types.CodeType]) -> None:
+    """Raises `CaptureError` for what a trace of this code takes for something else than eager PyTorch does."""
+    keeps_none = any("set_materialize_grads" in one.co_names for one in code)
+    for graph in (one.graph for one in module.modules() if isinstance(one, fx.GraphModule)):
+        _check_labels(graph)
+        if keeps_none:
+            _check_missing_gradients(graph)
+
+
+def _check_labels(graph: fx.Graph) -> None:
+    """Refuses ``multilabel_margin_loss``, of which PyTorch (2.11 to 2.14) traces a decomposition that counts what comes
+    after the -1 that ends a row's labels."""
+    for node in graph.nodes:
+        if getattr(node.target, "__name__", "") == "multilabel_margin_loss":
+            raise CaptureError(
+                "A trace of multilabel_margin_loss takes what comes after a row's -1 for labels.\n"
+                f"{user_line(RuntimeError(node.stack_trace))}\n"
+                "  Cure: write it with operators of torch; or compute it in the loop, under fully_shard."
+            )
+
+
+def _check_missing_gradients(graph: fx.Graph) -> None:
+    """Refuses an ``autograd.Function`` whose backward may ask which of its gradients are None.
 
     It may after ``ctx.set_materialize_grads(False)``, if no gradient comes to one of its results: Dynamo traces it with
     a gradient for each.
     """
-    if not any("set_materialize_grads" in one.co_names for one in code):
-        return
-    for graph in [one.graph for one in module.modules() if isinstance(one, fx.GraphModule)]:
-        reached: set[fx.Node] = set()
-        for node in reversed(graph.nodes):
-            if node.op == "output" or node in reached:
-                reached.update(filter(_has_gradient, node.all_input_nodes))
-            value = node.meta.get("example_value")
-            if "autograd_function" not in str(node.target) or not isinstance(value, tuple):
-                continue
-            wanted = {place for place, result in enumerate(value) if getattr(result, "requires_grad", False)}
-            if missing := wanted - {user.args[1] for user in node.users if user in reached}:
-                raise CaptureError(
-                    "An autograd.Function calls ctx.set_materialize_grads(False), and no gradient comes to result "
-                    f"{min(missing)} of it: backward may ask whether it is None, which is not known when it is traced."
-                    f"\n{user_line(RuntimeError(node.stack_trace))}\n  Cure: leave set_materialize_grads out of it; a "
-                    "gradient that is missing is then zeros."
-                )
+    reached: set[fx.Node] = set()
+    for node in reversed(graph.nodes):
+        if node.op == "output" or node in reached:
+            reached.update(filter(_has_gradient, node.all_input_nodes))
+        value = node.meta.get("example_value")
+        if "autograd_function" not in str(node.target) or not isinstance(value, tuple):
+            continue
+        wanted = {place for place, result in enumerate(value) if getattr(result, "requires_grad", False)}
+        if missing := wanted - {user.args[1] for user in node.users if user in reached}:
+            raise CaptureError(
+                "An autograd.Function calls ctx.set_materialize_grads(False), and no gradient comes to result "
+                f"{min(missing)} of it: backward may ask whether it is None, which is not known when it is traced."
+                f"\n{user_line(RuntimeError(node.stack_trace))}\n  Cure: leave set_materialize_grads out of it; a "
+                "gradient that is missing is then zeros."
+            )
 
 
 def _has_gradient(node: fx.Node) -> bool:
