@@ -33,6 +33,7 @@ from fsdp_compiled.optim.given_optimizer import members
 from fsdp_compiled.optim.param_groups import options_of
 from fsdp_compiled.optim.rule import Rule
 from fsdp_compiled.plan.plan import Plan
+from fsdp_compiled.runtime.checkpoint.chunks import Chunk, Place, held
 from fsdp_compiled.runtime.checkpoint.values import Tensors, encode
 from fsdp_compiled.runtime.local_steps import LocalSteps
 from fsdp_compiled.runtime.param_step_counts import fresh, names_of
@@ -58,6 +59,10 @@ class Trained:
     def weights(self) -> Mapping[str, torch.Tensor]:
         """Flat shards by buffer key, as a checkpoint has the model's."""
         return self.local.weights(self.state) if self.local is not None else self.state.parameters
+
+    def chunks(self, place: Place) -> Iterator[Chunk]:
+        """What the rank at this place holds of parameters and of the optimizer's state."""
+        return held(self.plan, self.rules, place, self.state.parameters, self.state.optimizer)
 
 
 def values_of(trained: Trained, extra: Mapping[str, Any]) -> tuple[dict[str, Any], Tensors]:

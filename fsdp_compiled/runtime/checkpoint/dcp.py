@@ -32,7 +32,7 @@ from torch.distributed.tensor import DTensor, Shard
 from fsdp_compiled.distributed.lockstep import Work
 from fsdp_compiled.distributed.mesh import Mesh
 from fsdp_compiled.plan.leaf import contiguous_stride
-from fsdp_compiled.runtime.checkpoint.chunks import Chunk, Entry, by_name, held, place_of, split_state_name, wrapped
+from fsdp_compiled.runtime.checkpoint.chunks import Chunk, Entry, by_name, place_of, split_state_name, wrapped
 from fsdp_compiled.runtime.checkpoint.chunks import tensors as every_tensor
 from fsdp_compiled.runtime.checkpoint.contents import Trained, numbers_of, optimizer_values, options
 from fsdp_compiled.runtime.checkpoint.loading import load_given
@@ -77,7 +77,7 @@ def _staged(value: Any, memo: dict[int, Any]) -> Any:
 def state_dict(trained: Trained, mesh: Mesh, make_ranks: Callable[[], DeviceMesh | None]) -> Work[StateDict]:
     """This rank's chunks, as views, and small values that are the same on all ranks, as copies. For `lockstep`."""
     plan, state, rules, ranks = trained.plan, trained.state, trained.rules, make_ranks()
-    chunks = by_name(held(plan, rules, place_of(mesh), state.parameters, state.optimizer))
+    chunks = by_name(trained.chunks(place_of(mesh)))
     model: dict[str, Any] = {}
     optimizer: dict[str, dict[str, Any]] = {}
     for key, entry in every_tensor(plan, rules, state.optimizer).items():
@@ -163,7 +163,7 @@ def _described(
     tensors |= kept
     if trained.optimizer is not None and "optim" in given:
         values |= more
-    for name in {one.name for one in held(plan, rules, place_of(mesh), state.parameters, state.optimizer)} - {*tensors}:
+    for name in {one.name for one in trained.chunks(place_of(mesh))} - {*tensors}:
         entries.pop(name)
     of_model = {*entries, *(f"model.{name}" for name in state.buffers)}
     entries |= {key: _entry(one) for key, one in tensors.items() if key in kept or key in of_model}

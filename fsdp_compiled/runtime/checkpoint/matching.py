@@ -19,7 +19,7 @@ from fsdp_compiled.optim.param_groups import NOTES, scheduled
 from fsdp_compiled.optim.rule import Rule
 from fsdp_compiled.plan.plan import Plan
 from fsdp_compiled.runtime.checkpoint import owned_state
-from fsdp_compiled.runtime.checkpoint.chunks import Chunk, Entry, Place, held, name_of, per_element
+from fsdp_compiled.runtime.checkpoint.chunks import Chunk, Entry, Place, name_of, per_element
 from fsdp_compiled.runtime.checkpoint.contents import OWNED, Trained, class_name, options
 from fsdp_compiled.runtime.checkpoint.manifest import Manifest, first_of
 from fsdp_compiled.runtime.checkpoint.values import decode, encode
@@ -255,7 +255,7 @@ def match(manifest: Manifest, trained: Trained, place: Place, weights: Collectio
 
 def want(trained: Trained, place: Place, places: Mapping[str, str], found: Match) -> None:
     """Adds the chunks that the rank at this place holds of what fits. ``places``: by our name, the saved name."""
-    for one in held(trained.plan, trained.rules, place, trained.state.parameters, trained.state.optimizer):
+    for one in trained.chunks(place):
         if one.name in places:
             found.wanted.append(replace(one, name=places[one.name]))
 

@@ -20,12 +20,16 @@ import xxhash
 from fsdp_compiled.runtime.checkpoint.data_file import memory_of
 
 Tensors = dict[str, torch.Tensor]
+
+
+def _base64(value: bytes | bytearray) -> str:
+    return base64.b64encode(value).decode()
+
+
 LEAVES: dict[Any, tuple[str, Callable[[Any], Any], Callable[[Any], Any]]] = {  # tag, to JSON, from JSON
     float: ("$float", str, float),  # those that JSON has not
-    bytes: ("$bytes", lambda value: base64.b64encode(value).decode(), base64.b64decode),
-    bytearray: (
-        "$bytearray", lambda value: base64.b64encode(value).decode(), lambda text: bytearray(base64.b64decode(text))
-    ),
+    bytes: ("$bytes", _base64, base64.b64decode),
+    bytearray: ("$bytearray", _base64, lambda text: bytearray(base64.b64decode(text))),
     complex: ("$complex", lambda value: [str(value.real), str(value.imag)], lambda two: complex(*map(float, two))),
     torch.dtype: ("$dtype", lambda value: str(value).removeprefix("torch."), lambda name: getattr(torch, name)),
     torch.device: ("$device", str, torch.device),
