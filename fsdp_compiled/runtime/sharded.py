@@ -290,6 +290,8 @@ class Sharded(ShardedCheckpoints):
 
         def __getattr__(self, name: str) -> Any:
             """Only for what a `Sharded` has not: says whether its model or its optimizer has it."""
+            if hasattr(type(self), name):  # a property that failed: with its own error
+                return object.__getattribute__(self, name)
             having = [kind for kind in ("model", "optimizer") if hasattr(vars(self).get(kind), name)]
             cure = f" Use {' or '.join(f'sharded.{kind}.{name}' for kind in having)}." if having else ""
             raise AttributeError(f"'Sharded' object has no attribute {name!r}.{cure}")

@@ -40,6 +40,14 @@ def test_update_bn_works_on_the_model_of_both_faces_or_says_how() -> None:
     assert torch.equal(sharded.state.buffers["1.running_mean"], eager[1].running_mean)
 
 
+def test_a_property_that_fails_has_its_own_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = normed()
+    sharded = compile_sharded(model, sgd(model), loss=squares, policy=EAGER)
+    monkeypatch.setattr(type(sharded), "captures", property(lambda self: self.plan.gone))
+    with pytest.raises(AttributeError, match="no attribute 'gone'"):
+        _ = sharded.captures
+
+
 class Aligned(nn.Module):
     def __init__(self, inside: bool) -> None:
         super().__init__()
