@@ -22,6 +22,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from math import inf
 from typing import Any, Literal
 
@@ -78,7 +79,6 @@ class _Run:
         self.backend = backend
         self.in_kernel = Workspaces()
         self.extents: dict[int, list[int]] = {}  # of results, by identity: equal blocks have the same
-        self.views: dict[tuple[int, ...], bool] = {}  # of reshapes, by what they are of
         self.operators: dict[int, _Operator] = {}  # by identity
         self.values: dict[fx.Node, list[_Storage]] = {}
         self.given: set[int] = set()
@@ -142,7 +142,7 @@ class _Run:
         if gives == "a part":
             source, index = node.args
             return [self.values[source][index]]  # type: ignore[index]
-        if gives == "its argument" or (gives == "either" and self._is_view(node)):
+        if gives == "its argument" or (gives == "either" and _is_view(node)):
             (base,) = self.values[node.all_input_nodes[0]]
             return [base] * len(_leaves(node.meta["val"]))
         if gives == "what it writes" and (targets := mutated(node)):
@@ -155,13 +155,6 @@ class _Run:
             leaves = list(counted) if isinstance(counted, tuple | list) else [counted]
             sizes = self.extents[id(value)] = [self._rounded(_extent(leaf)) for leaf in leaves]
         return [_Storage(size, kind, place, node.name) for size in sizes]
-
-    def _is_view(self, node: fx.Node) -> bool:
-        source: Any = node.args[0]
-        key = id(source.meta["val"]), id(node.meta["val"])
-        if (found := self.views.get(key)) is None:
-            found = self.views[key] = _views(node)
-        return found
 
     def _kind(self, node: fx.Node) -> str:
         role = role_of(node)
@@ -230,13 +223,17 @@ def _read(node: fx.Node) -> _Operator:
     return _Operator("what it writes" if writes(node) else "new", sends, waits)
 
 
-def _views(node: fx.Node) -> bool:
+def _is_view(node: fx.Node) -> bool:
     """Whether the result of a ``reshape`` is in its argument's storage; it copies where it cannot view."""
     source, result = as_traced((node.args[0].meta["val"], node.meta["val"]))  # type: ignore[union-attr]
-    if source.is_contiguous():
-        return True
+    return source.is_contiguous() or _viewed(tuple(source.shape), source.stride(), tuple(result.shape))
+
+
+@lru_cache(maxsize=1 << 12)
+def _viewed(shape: tuple[int, ...], stride: tuple[int, ...], wanted: tuple[int, ...]) -> bool:
+    """Whether a tensor of this shape and stride can be viewed in the other shape."""
     try:
-        source.view(result.shape)
+        torch.empty_strided(shape, stride, device="meta").view(wanted)
     except (RuntimeError, ValueError):
         return False
     return True

@@ -23,7 +23,7 @@ from torch.utils.flop_counter import flop_registry
 
 from fsdp_compiled.analysis.best_effort import attempt
 from fsdp_compiled.ir.inference import Alike
-from fsdp_compiled.ir.nodes import as_traced, base_of, is_collective, is_view, is_wait, mutated
+from fsdp_compiled.ir.nodes import as_traced, base_of, computes, is_view, is_wait, mutated
 from fsdp_compiled.plan.hardware import Cluster
 
 aten = torch.ops.aten
@@ -44,16 +44,17 @@ def seconds(node: fx.Node, machine: Cluster) -> float:
     return _seconds(node, machine, _size)
 
 
-def _seconds(node: fx.Node, machine: Cluster, size: Size) -> float:
+def _seconds(node: fx.Node, machine: Cluster, size: Size, count: int | None = None) -> float:
+    """``count``: its `flops`, where they are known."""
     if not computes(node):
         return 0.0
 
     def known() -> float:
-        count = flops(node)
-        if not count:
+        products = flops(node) if count is None else count
+        if not products:
             own = getattr(node.target, "namespace", "") != "aten"  # one pass over memory, as for a fused kernel
             return machine.compute(0, _traffic(node, size) / (1.0 if own else machine.eager))
-        return machine.compute(count, _traffic(node, size), *_rate(node, machine))
+        return machine.compute(products, _traffic(node, size), *_rate(node, machine))
 
     return attempt(known, lambda _: 0.0)
 
@@ -72,13 +73,6 @@ def needed(node: fx.Node, machine: Cluster) -> float:
     return count / machine.rate(_rate(node, machine)[0]) if count else 0.0
 
 
-def computes(node: fx.Node) -> bool:
-    """Whether the node is a kernel of the device's."""
-    return node.op == "call_function" and not (
-        node.target is getitem or is_view(node) or is_collective(node) or is_wait(node)
-    )
-
-
 def is_attention(node: fx.Node) -> bool:
     return "scaled_dot_product" in str(node.target)
 
@@ -95,21 +89,16 @@ def seconds_of(graph: fx.Graph, machine: Cluster, fused: bool = False) -> Iterat
             nbytes, first = traffic[node]
             yield max(nbytes / machine.memory, machine.kernel * first)
             continue
-        target = id(node.target)
-        if (product := products.get(target)) is None:
-            product = products[target] = _formula(node) is not None
-        key: Hashable = None
-        if product:
-            key = alike.key(node)
-        elif node.op == "call_function" and node.target is not getitem:
-            # For all others only the tensors are asked, which equal blocks share.
-            key = target, *[id(source.meta.get("val")) for source in (node, *node.all_input_nodes)]
-        if key is None:
+        if (product := products.get(id(node.target))) is None:
+            product = products[id(node.target)] = _formula(node) is not None
+        if not product:
+            yield _seconds(node, machine, size, 0)
+        elif (key := alike.key(node)) is None:
             yield _seconds(node, machine, size)
-            continue
-        if (found := known.get(key)) is None:
-            found = known[key] = _seconds(node, machine, size)
-        yield found
+        else:
+            if (found := known.get(key)) is None:
+                found = known[key] = _seconds(node, machine, size)
+            yield found
 
 
 def _formula(node: fx.Node) -> Callable[..., int] | None:
@@ -148,10 +137,15 @@ def _in_runs(
     wait ends a run."""
     runs: dict[fx.Node, Hashable] = {}
     run = 0
+    fused: dict[int, bool] = {}  # by operator
     for node in graph.nodes:
         if not computes(node):
             run += is_wait(node) and pieces is None
-        elif getattr(node.target, "namespace", "") != "aten" or _formula(node) or node.target in NOT_FUSED:
+            continue
+        if (joins := fused.get(id(node.target))) is None:
+            own = getattr(node.target, "namespace", "") != "aten" or node.target in NOT_FUSED
+            joins = fused[id(node.target)] = not own and _formula(node) is None
+        if not joins:
             run += 1
         else:
             runs[node] = run if pieces is None else (run, pieces.get(node, node))

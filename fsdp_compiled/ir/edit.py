@@ -29,7 +29,7 @@ from torch import fx
 from torch.utils import _pytree as pytree
 
 from fsdp_compiled.ir.inference import Inference
-from fsdp_compiled.ir.node_copies import copied, names_of, new_calls, row_of
+from fsdp_compiled.ir.node_copies import copied, names_of, new_calls, new_node, row_of
 from fsdp_compiled.ir.nodes import ASSERT, Mark, Phase, fake_mode, fake_tensor, is_random, mutated, positions
 from fsdp_compiled.ir.program import Port, Program
 
@@ -133,7 +133,7 @@ class Edit:
 
     def call(self, target: Callable[..., Any], *args: Any, mark: Mark | None = None, **kwargs: Any) -> fx.Node:
         """Inserts a call and works out its ``val`` by running it on fake tensors."""
-        node = self.graph.create_node("call_function", target, args, kwargs, None if mark is None else _name(mark))
+        node = new_node(self.graph, "call_function", target, args, kwargs, None if mark is None else _name(mark))
         node.meta["phase"] = self._phase
         if mark is not None:
             node.meta["mark"] = mark
@@ -171,7 +171,7 @@ class Edit:
     def clone(self, node: fx.Node, mapping: dict[fx.Node, fx.Node]) -> fx.Node:
         """Repeats a node on other inputs at the point and in the phase that `at` set."""
         args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda source: mapping.get(source, source))
-        copy = self.graph.create_node(node.op, node.target, args, kwargs, node.name)
+        copy = new_node(self.graph, node.op, node.target, args, kwargs, node.name)
         copy.meta |= {**node.meta, "phase": self._phase}
         return copy
 

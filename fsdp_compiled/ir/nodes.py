@@ -153,6 +153,16 @@ def is_wait(node: fx.Node) -> bool:
     return node.target is c10d.wait_tensor.default
 
 
+def computes(node: fx.Node) -> bool:
+    """Whether the node is a kernel of the device's: no view, and neither a collective nor a wait for one."""
+    if node.op != "call_function" or node.target is operator.getitem:
+        return False
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return True
+    schema = _schema(node.target)
+    return not schema.views and schema.namespace != "_c10d_functional"
+
+
 def carried(collective: fx.Node) -> tuple[int, int]:
     """Bytes that a rank puts into the collective, and bytes that it gets out, its own included."""
     made = [leaf for leaf in pytree.tree_leaves(collective.meta["val"]) if isinstance(leaf, torch.Tensor)]

@@ -193,12 +193,12 @@ class Traced:
                 "the mesh_shape of one site."
             )
         tp = self.place.tp
-        leaves, rules, _ = checked_call(self.model, self.optimizer, self.loss, self.units, policy, lambda module: None)
+        leaves, _, _ = checked_call(self.model, self.optimizer, self.loss, self.units, policy, lambda module: None)
         machine = with_network(cluster, policy.network, tp)
         plan = make_plan(leaves, policy, self.device, shard, replicate, tp, machine)
         plan = replace(plan, notes=(*plan.notes, *self.notes))
         gloo = tuple(axis for axis, _ in plan.all_axes) if self.device.type == "cpu" else ()
-        spec = replace(self.spec, plan=plan, rules=rules, gloo=gloo)
+        spec = replace(self.spec, plan=plan, gloo=gloo)
         if microbatches == 1:
             program, memory = self._made(spec)
             return Estimate(plan, program, memory, estimate(program, plan))
