@@ -64,7 +64,8 @@ def _dupe_guard(dupe: Any, source: Source, known: Source | None) -> Any:
 def _bind_args(bind: Any, self: Any, parent: Any, *given: Any) -> Any:
     source = self.get_source()
     for place, cell in enumerate(self.fn.__closure__ or ()) if source is not None else ():
-        if cell in parent.output.side_effects:
+        # A method's own class stays; and Dynamo cannot find its cell again for what stands for a process group.
+        if self.fn.__code__.co_freevars[place] != "__class__" and cell in parent.output.side_effects:
             of_cell = GetItemSource(ClosureSource(source), place)
             guard = _dupe_guard(make_dupe_guard, of_cell, parent.output.side_effects[cell].source)
             if guard is not None:

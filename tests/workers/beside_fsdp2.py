@@ -174,7 +174,9 @@ def totals(self: Any, x: torch.Tensor) -> torch.Tensor:
 def within_groups(self: Any, x: torch.Tensor) -> torch.Tensor:
     total = x.sum()
     dist.all_reduce(total, group=GROUPS[dist.get_rank()])
-    return self.inner(x) * total
+    most = x.max()
+    dist.all_reduce(most, dist.ReduceOp.MAX)
+    return self.inner(x) * total / most
 
 
 @forward
