@@ -16,13 +16,12 @@ from __future__ import annotations
 import copy
 import itertools
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from functools import cache, partial
 from typing import Any, TypeAlias
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
-from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fsdp_compiled.optim.discovery import begin_of
@@ -75,7 +74,7 @@ class Apart(OnItsOwn):
             for row in zip(*lists, results, strict=True):
                 self._follow(func, [*row[:-1], *single], row)
         else:
-            self._follow(func, pytree.tree_leaves((args, kwargs)), pytree.tree_leaves((args, result)))
+            self._follow(func, _tensors((*args, *(kwargs or {}).values())), _tensors((*args, result)))
         return result
 
     def _follow(self, func: Any, given: Sequence[Any], seen: Sequence[Any]) -> None:
@@ -87,17 +86,33 @@ class Apart(OnItsOwn):
         }
         if len(found) > 1:
             raise Refused(f"its step mixes parameters ({func})")
-        written = [
-            argument.alias_info is not None and argument.alias_info.is_write for argument in func._schema.arguments
-        ]
-        for value in seen if found else ():
-            if any(written) or not any(value is one for one in given):
-                self._note(value, next(iter(found)))
+        for place in found:
+            writes = _writes(func)
+            for value in seen:
+                if writes or not any(value is one for one in given):
+                    self._note(value, place)
 
     def _note(self, value: Any, place: int) -> None:
         if isinstance(value, torch.Tensor):
             self._from[value.untyped_storage()._cdata] = place
             self._alive.append(value)
+
+
+def _tensors(given: Sequence[Any]) -> list[torch.Tensor]:
+    """Those of an operator's arguments, or results: it has tensors, and lists of them."""
+    found: list[torch.Tensor] = []
+    for one in given:
+        if isinstance(one, torch.Tensor):
+            found.append(one)
+        elif isinstance(one, list | tuple):
+            found += _tensors(one)
+    return found
+
+
+@cache
+def _writes(func: Any) -> bool:
+    """Whether the operator writes to one of its arguments."""
+    return any(one.alias_info is not None and one.alias_info.is_write for one in func._schema.arguments)
 
 
 def check_runs_on_some(

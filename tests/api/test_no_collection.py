@@ -62,10 +62,10 @@ def test_what_was_made_is_not_looked_through_once_between_two_collections_of_all
 
 def test_what_the_user_froze_stays_so(monkeypatch: pytest.MonkeyPatch) -> None:
     done: list[str] = []
-    monkeypatch.setattr(collector, "_grown", {"program": -1})
     monkeypatch.setattr(gc, "freeze", lambda: done.append("freeze"))
     monkeypatch.setattr(gc, "unfreeze", lambda: done.append("unfreeze"))
     for frozen, wanted in ((5, []), (0, ["freeze", "unfreeze"])):
+        monkeypatch.setattr(collector, "_grown", {"program": -1})
         monkeypatch.setattr(gc, "get_freeze_count", lambda frozen=frozen: frozen)
         with no_collection():
             pass

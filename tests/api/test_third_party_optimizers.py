@@ -12,7 +12,7 @@ from fsdp_compiled.runtime import shard_update
 from tests import third_party
 from tests.chosen import chosen
 
-CHUNKS = 6
+CHUNKS = 12
 
 
 def _expected(package: str) -> list[str]:

@@ -213,7 +213,7 @@ def test_microbatches_that_are_right_are_no_difference(accumulate: Any, weigh: A
         sharded = compile_sharded(model, adamw(model), loss=mse, policy=policy)
         losses: list[torch.Tensor] = []
         torch.manual_seed(1)
-        for rows in ((2, 4), (3, 2, 4), (4,), (2, 2)):
+        for rows in ((2, 4), (2, 2, 4), (4,)):
             for place, count in enumerate(rows):
                 batch = batches(1, count)[0]
                 losses.append((sharded.accumulate if place < len(rows) - 1 else sharded.step)(*batch))
@@ -334,7 +334,7 @@ def results() -> dict[str, Any]:
     alike = ("same_as_without", "microbatches_as_without", "at_once")
     sites = ("wired", "wrong_under_a_wire", "local_steps", "stale_on_a_site")
     orders = ("another_order", "another_order_unseen")
-    return launch(WORKER, 2, *alike, *sites, *DIFFERENT, *orders, "raises_on_one_along_tp")
+    return launch(WORKER, 2, *alike, *sites, "differences", *orders, "raises_on_one_along_tp")
 
 
 @pytest.fixture(scope="module")
@@ -424,7 +424,7 @@ def test_no_rank_holds_the_model(results: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("case", DIFFERENT)
 def test_a_difference_is_an_error_on_every_rank_and_nothing_changes(results: dict[str, Any], case: str) -> None:
-    for one in results[case]:
+    for one in (answer["result"][case] for answer in results["differences"]):
         assert DIFFERENT[case] in one["message"], one
         assert "unchanged: True" in one["notes"], one
 

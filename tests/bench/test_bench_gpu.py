@@ -198,7 +198,7 @@ def test_the_presets_of_transformers_train(preset: str) -> None:
     assert losses[4] < losses[0] and len(setting.blocks(model)) == 2
 
 
-@pytest.mark.parametrize("name", ["ours", "ours-casts"])
+@pytest.mark.parametrize("name", ["ours", pytest.param("ours-casts", marks=pytest.mark.exhaustive)])
 def test_in_bfloat16_losses_are_near_those_in_float32(name: str) -> None:
     pytest.importorskip("transformers")
     setting = gpu_models.Setting(gpu_models.PRESETS["llama"], torch.device("cpu"), tiny=True)

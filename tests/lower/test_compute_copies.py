@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import pytest
@@ -201,6 +202,12 @@ def by_hand(sharded: Sharded) -> None:
 WRITES = (in_place, under_inference_mode, by_another_tensor, by_hand)
 
 
+@pytest.fixture(scope="module")
+def pairs() -> Callable[[str, bool], tuple[Sharded, ...]]:
+    """Without copies and with them, which all writes are done to, one after another."""
+    return cache(lambda lower, kernels: tuple(make(copies, lower=lower, kernels=kernels) for copies in (False, True)))
+
+
 @pytest.mark.parametrize(
     ("write", "lower", "kernels"),
     chosen(
@@ -212,8 +219,10 @@ WRITES = (in_place, under_inference_mode, by_another_tensor, by_hand)
         [(write, "eager", number % 2 == 0) for number, write in enumerate(WRITES)],
     ),
 )
-def test_a_shard_that_a_person_writes_is_followed(write: Callable[[Sharded], None], lower: str, kernels: bool) -> None:
-    plain, kept = (make(copies, lower=lower, kernels=kernels) for copies in (False, True))
+def test_a_shard_that_a_person_writes_is_followed(
+    write: Callable[[Sharded], None], lower: str, kernels: bool, pairs: Callable[[str, bool], tuple[Sharded, ...]]
+) -> None:
+    plain, kept = pairs(lower, kernels)
     for _ in range(2):
         for call in ("step", "accumulate", "step", "value_and_grad", "step"):
             left, right = (getattr(sharded, call)(BATCH) for sharded in (plain, kept))

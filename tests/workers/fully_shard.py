@@ -70,7 +70,7 @@ def accumulate(api: Any) -> Any:
     model = same_gpt(api)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     found: list[Any] = []
-    for row in range(4):
+    for row in range(2):
         for micro in range(3):
             model.set_requires_gradient_sync(row % 2 == 0 or micro == 2)
             model.set_is_last_backward(micro == 2)

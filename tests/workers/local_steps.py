@@ -246,8 +246,8 @@ def cut_anywhere(case: Case, folder: str, cuts: tuple[int, ...]) -> tuple[dict[i
             whole.save(folder, wait=True)
     whole.synchronize()
     final, found = state_of(whole), {}
+    again = sharded_of(case)
     for cut in cuts:
-        again = sharded_of(case)
         again.step(*every[5][0])  # what is loaded replaces it
         again.load(folder, step=cut)
         for one in every[cut:]:
@@ -278,7 +278,7 @@ def resumed(case: Case) -> dict[str, Any]:
     plain = compile_sharded(own, inner(case, own), loss=loss_of, policy=Policy("ddp", lower="eager"))
     found["elsewhere"] = told(lambda: plain.load(f"{folder[0]}/run", step=4))
     plain.load(f"{folder[0]}/run", step=4, strict=False)
-    at_exchange = sharded_of(case)
+    at_exchange = broken
     at_exchange.load(f"{folder[0]}/run", step=3)
     expected, given = at_exchange.full_state_dict(), plain.full_state_dict()
     found["anchor"] = all(

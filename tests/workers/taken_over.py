@@ -1,6 +1,6 @@
 """What two ranks are told of a model that was taken over, or is not to be: written by rank 0 as JSON.
 
-torchrun --nproc-per-node 2 taken_over.py RESULT
+torchrun --nproc-per-node 2 taken_over.py RESULT [zero3] [zero1] [ddp] [replicas]
 """
 
 from __future__ import annotations
@@ -260,10 +260,14 @@ def refused() -> dict[str, str]:
     }
 
 
-def main() -> dict[str, list[Any]]:
+LIVE: dict[str, dict[str, Any]] = {"zero3": {}, "zero1": {"shard": "zero1"}, "ddp": {"shard": "ddp"}}
+
+
+def main(*ways: str) -> dict[str, list[Any]]:
     result = {"hook": refused_on_one(hook), "state": refused_on_one(age), "saved": saved(), "refused": refused()}
-    result["zero3"], result["zero1"], result["ddp"] = compared(), compared(shard="zero1"), compared(shard="ddp")
-    result["replicas"] = compared(mesh=init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard")))
+    for way in ways:
+        mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard")) if way == "replicas" else None
+        result[way] = compared(mesh=mesh, **LIVE.get(way, {}))
     result["ranks"] = of_each_rank()
     for shard in ("zero3", "ddp"):
         result[f"{shard} alone"], result[f"{shard} loaded"] = written_alone(shard), loaded(shard)

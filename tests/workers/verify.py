@@ -5,7 +5,10 @@ torchrun --nproc-per-node 2 verify.py RESULT CASE [CASE ...]
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -22,7 +25,7 @@ from tests.cut_models import loss_fn, net
 from tests.stale_models import Backwards, set_scale
 from tests.toys import mse as loss_of
 from tests.toys import net as small
-from tests.workers.ranks import RANK, main, unchanged
+from tests.workers.ranks import RANK, main, run, unchanged
 
 LARGEST = [0]  # elements of whole buffers that were alive at once
 
@@ -76,7 +79,7 @@ def microbatches_as_without() -> Any:
         pair = []
         for each in (1, False):
             sharded, losses = shard(verify=each, **options), []
-            for rows in ((2, 1, 4), (4,)):
+            for rows in ((2, 2, 4), (4,)):
                 x, y = batch()
                 for count in rows[:-1]:
                     losses.append(float(sharded.accumulate(x[:count], y[:count])))
@@ -164,44 +167,42 @@ def at_once() -> Any:
     return [LARGEST[0], sum(buffer.numel for buffer in sharded.plan.buffers)]
 
 
-def stale(ranks: tuple[int, ...], kind: str = "step") -> Any:
-    sharded = shard()
-    call = {"step": sharded.step, "accumulate": sharded.accumulate, "forward": lambda x, y: sharded(x)}[kind]
-    call(*batch())
-    hold = Guards.hold
-    Guards.hold = lambda _: True  # type: ignore[method-assign]
-    if RANK in ranks:
-        sharded.model.gain = 2.0
-    try:
-        return unchanged(sharded, lambda: call(*batch()))
-    finally:
-        Guards.hold = hold  # type: ignore[method-assign]
+def stale(sharded: Any, call: Callable[..., Any], *ranks: int) -> Any:
+    """The call where these ranks' model reads another value, and no guard looks."""
+    with mock.patch.object(Guards, "hold", lambda _: True):
+        try:
+            sharded.model.gain = 2.0 if RANK in ranks else 1.0
+            return unchanged(sharded, lambda: call(*batch()))
+        finally:
+            sharded.model.gain = 1.0
 
 
-def stale_on_both() -> Any:
-    return stale((0, 1))
+def raises(sharded: Any) -> Any:
+    """On one rank, in eager PyTorch, after some units were gathered."""
+    with mock.patch.object(Guards, "hold", lambda _: True):
+        if RANK:
+            sharded.model.layers[1].forward = lambda _: 1 / 0
+        try:
+            return unchanged(sharded, lambda: sharded.step(*batch()))
+        finally:
+            sharded.model.layers[1].__dict__.pop("forward", None)
 
 
-def stale_on_one() -> Any:
-    return stale((1,))
-
-
-def stale_in_a_microbatch_of_one() -> Any:
-    return stale((1,), "accumulate")
-
-
-def stale_in_an_evaluation_of_one() -> Any:
-    return stale((1,), "forward")
-
-
-def raises_on_one() -> Any:
-    """In eager PyTorch, after some units were gathered."""
+def differences() -> dict[str, Any]:
+    """Calls that are not what eager PyTorch does, one after another on the same model, which none of them changes."""
     sharded = shard()
     sharded.step(*batch())
-    Guards.hold = lambda _: True  # type: ignore[method-assign]
-    if RANK:
-        sharded.model.layers[1].forward = lambda _: 1 / 0
-    return unchanged(sharded, lambda: sharded.step(*batch()))
+    sharded(batch()[0])
+    cases = {
+        "stale_on_both": partial(stale, sharded, sharded.step, 0, 1),
+        "stale_on_one": partial(stale, sharded, sharded.step, 1),
+        "stale_in_an_evaluation_of_one": partial(stale, sharded, lambda x, _: sharded(x), 1),
+        "raises_on_one": partial(raises, sharded),
+    }
+    found = {name: run(cases, name) for name in cases}
+    sharded.accumulate(*batch())
+    cases = {"stale_in_a_microbatch_of_one": partial(stale, sharded, sharded.accumulate, 1)}
+    return found | {name: run(cases, name) for name in cases}
 
 
 def raises_on_one_along_tp() -> Any:
