@@ -19,7 +19,7 @@ from bench import RESULTS
 from fsdp_compiled import Policy, simulate
 from fsdp_compiled.analysis import roofline
 from fsdp_compiled.cli.plan import model_of
-from fsdp_compiled.ir.nodes import carried, is_collective
+from fsdp_compiled.ir.nodes import carried, computes, is_collective
 from fsdp_compiled.ir.text import where
 from fsdp_compiled.lower.partition import segments
 from fsdp_compiled.lower.piece import Piece
@@ -40,7 +40,7 @@ def launched(graph: fx.Graph) -> Iterator[tuple[fx.Node, str, int, int]]:
         elif node in runs:
             nbytes, first = runs[node]
             yield node, "fused", int(first), nbytes
-        elif roofline.computes(node):
+        elif computes(node):
             what = "products" if roofline.flops(node) else "others"
             yield node, what, 1, roofline._traffic(node, roofline._size)
 
