@@ -51,6 +51,7 @@ from fsdp_compiled.runtime.programs.request import (
     full,
     mismatch,
 )
+from fsdp_compiled.runtime.shared_memory import check_written
 
 log = logging.getLogger("fsdp_compiled")
 needs_gradient = attrgetter("requires_grad")
@@ -158,6 +159,10 @@ class Programs:
             if compiled.capture.guards.hold() and not (sizes and mismatch(compiled, request)):
                 closed = compiled.capture.guards.closed.moved()
                 if closed is not None:
+                    if written := compiled.capture.written:
+                        others = {name: tensor.detach() for name, tensor in closed.items()}  # may be a buffer itself
+                        held = {**compiled.capture.constants, **others, **self.module_buffers.tensors()}
+                        check_written(written, held, tensors)
                     request.compiled, request.label, request.closed = compiled, compiled.label, closed
                     break
         return request
