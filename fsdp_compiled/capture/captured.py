@@ -12,6 +12,7 @@ import copy
 import types
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -108,6 +109,13 @@ class Capture:
     layouts: Mapping[Port, Layout] = field(default_factory=dict)  # of results that are DTensors
     asked: frozenset[str] = frozenset()  # attributes that the code reads on tensors and that are not PyTorch's
     carried: frozenset[str] = frozenset()  # buffers and constants that get a value with an autograd graph
+
+    @cached_property
+    def written(self) -> tuple[str, ...]:
+        """The names of the buffers and constants that the function updates."""
+        return tuple(
+            port.name for port in self.program.ports if port.side == "out" and port.kind in ("buffer", "constant")
+        )
 
     @property
     def written_constants(self) -> tuple[str, ...]:

@@ -52,7 +52,7 @@ class Answers:
 
     def __init__(self, cached: list[Any]) -> None:
         self.two: dict[str, str] = {}  # the text of a comparison -> the object on its left, by Dynamo's names
-        self.compared = 0  # how often
+        self.compared = 0  # how often objects were compared
         self.calls: dict[str, tuple[Callable[[], Any], Any]] = {}  # the text of a call -> the call, and its answer
         self.cached = cached
 
@@ -66,6 +66,12 @@ class Answers:
         first, second = (source.name for source in sources)
         if first != second and not any(given in f"{first} {second}" for given in SIGNATURE):
             self.two[f"{first} is {second}"] = first
+            self.compared += 1
+
+    def agree(self, one: Any) -> None:
+        """A variable was compared with another one of the same object, which Dynamo guards."""
+        source = one.source
+        if source is not None and not source.name.startswith(SIGNATURE) and not isinstance(_value(one), GUARDED):
             self.compared += 1
 
     def of(self, values: Collection[Any], code: Collection[types.CodeType]) -> Asked:
@@ -132,22 +138,22 @@ def noted(answers: Answers) -> Iterator[None]:
 
     def asked(negated: bool, compare: Any, tx: Any, args: Any, kwargs: Any) -> Any:
         found = compare(tx, args, kwargs)
-        if _value(found) is negated:
-            answers.differ(*args)
+        differ = _value(found) is negated
+        answers.differ(*args) if differ else answers.agree(args[0])
         return found
 
     def identical(compare: Any, left: Any, right: Any) -> Any:
         found = compare(left, right)
-        if found is not None and _value(found) is False:
-            answers.differ(left, right)
+        if found is not None:
+            answers.differ(left, right) if _value(found) is False else answers.agree(left)
         return found
 
     def call_object(call: Any, self: Any, tx: Any, name: str, args: Any, kwargs: Any) -> Any:
         """``a == b`` of objects that compare by identity, as torch 2.11 and 2.12 trace it."""
         found = call(self, tx, name, args, kwargs)
         of: Any = type(self.value)
-        if name == "__eq__" and of.__eq__ is object.__eq__ and _value(found) is not True:
-            answers.differ(self, args[0])
+        if name == "__eq__" and of.__eq__ is object.__eq__:
+            answers.agree(self) if _value(found) is True else answers.differ(self, args[0])
         return found
 
     def call_function(call: Any, self: Any, tx: Any, args: Any, kwargs: Any) -> Any:

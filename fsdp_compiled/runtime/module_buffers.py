@@ -1,15 +1,16 @@
 """Follows the model's buffers: if the user replaces one in a module, the next call reads the new tensor.
 
     model.norm.running_mean = torch.zeros(8)        # the state's "norm.running_mean" is that tensor from the next call
+    model.norm = other                              # and so it is where the module was replaced, or moved
 
 The state holds the tensors that programs read and write; the modules hold the same tensors. A user who replaces a
-module's tensor (by assignment, `register_buffer` or `setattr`) means the state's too. Calls compare them by identity.
+module's tensor (by assignment, `register_buffer` or `setattr`) means the state's too. Calls compare them, and the
+modules that lead to them, by identity.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
 from operator import is_
 from typing import Any
 
@@ -19,50 +20,54 @@ from torch import nn
 from fsdp_compiled.plan.leaf import check_class
 
 
-def take(replaced: Mapping[str, torch.Tensor | None], *holders: dict[str, torch.Tensor]) -> None:
-    """Puts buffers that the user replaced in the model's modules into the holders too; None: a deleted buffer."""
-    for holder in holders:
-        for name, tensor in replaced.items():
-            holder.pop(name, None) if tensor is None else holder.update({name: tensor})
-
-
 class ModuleBuffers:
     """The places of the model's buffers, and the tensors that were there at the last call."""
 
     def __init__(self, model: nn.Module, device: torch.device) -> None:
         self._model, self._device = model, device
-        self._names: list[str] = []
-        self._holders: list[dict[str, torch.Tensor | None]] = []
+        self._seen: dict[str, torch.Tensor | None] = {}  # by name
+        self._untaken: dict[str, torch.Tensor | None] = {}  # of these, what no state has yet; None: a deleted buffer
+        self._tables: list[dict[str, Any]] = []  # of the buffers, and of the modules that lead to them
         self._keys: list[str] = []
-        self._seen: list[torch.Tensor | None] = []
+        self._held: list[Any] = []
         self.scan()
-        self.first = self.layout
+        self.first, self._untaken = self.layout, {}
 
-    def scan(self) -> dict[str, torch.Tensor | None]:
-        """Looks for buffers that were registered, replaced or deleted. Returns them by name, None for a deleted one."""
-        before = dict(zip(self._names, self._seen, strict=True))
+    def scan(self) -> None:
+        """Looks for buffers that were registered, replaced or deleted."""
+        modules = dict(self._model.named_modules(remove_duplicate=False))
         places = [
             (f"{path}.{name}".lstrip("."), module._buffers, name)
-            for path, module in self._model.named_modules(remove_duplicate=False)
+            for path, module in modules.items()
             for name in module._buffers
         ]
-        self._names = [name for name, _, _ in places]
-        self._holders = [holder for _, holder, _ in places]
-        self._keys = [key for _, _, key in places]
-        self._seen = [self._own(*place) for place in places]
+        ways = [path.split(".") for path, module in modules.items() if path and module._buffers]
+        leading = {tuple(way[:end]) for way in ways for end in range(1, len(way) + 1)}
+        now = {place[0]: self._own(*place) for place in places}
+        self._untaken |= {name: tensor for name, tensor in now.items() if self._seen.get(name) is not tensor}
+        self._untaken |= dict.fromkeys(self._seen.keys() - now.keys())
+        self._tables = [table for _, table, _ in places] + [modules[".".join(way[:-1])]._modules for way in leading]
+        self._keys = [key for _, _, key in places] + [way[-1] for way in leading]
+        self._held = [*now.values(), *(modules[".".join(way)] for way in leading)]
+        self._seen = now
         self.layout = self._layout()
-        now = dict(zip(self._names, self._seen, strict=True))
-        found = {name: tensor for name, tensor in now.items() if before.get(name) is not tensor}
-        return found | dict.fromkeys(before.keys() - now.keys())
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """The buffers by name."""
-        return {name: one for name, one in zip(self._names, self._seen, strict=True) if one is not None}
+        return {name: one for name, one in self._seen.items() if one is not None}
 
-    def replaced(self) -> Mapping[str, torch.Tensor | None]:
-        """The buffers that are not the same tensors as at the last call."""
-        now = map(dict.get, self._holders, self._keys)
-        return {} if all(map(is_, now, self._seen)) else self.scan()
+    def look(self) -> None:
+        """Looks for buffers that are not the same tensors as at the last call."""
+        if not all(map(is_, map(dict.get, self._tables, self._keys), self._held)):
+            self.scan()
+
+    def take(self, *holders: dict[str, torch.Tensor]) -> None:
+        """Puts buffers that were replaced into these dictionaries too."""
+        self.look()
+        for holder in holders:
+            for name, tensor in self._untaken.items():
+                holder.pop(name, None) if tensor is None else holder.update({name: tensor})
+        self._untaken = {}
 
     def _own(self, name: str, holder: dict[str, Any], key: str) -> torch.Tensor | None:
         """The buffer's tensor, in a form that a program can write to."""
@@ -92,6 +97,6 @@ class ModuleBuffers:
                 name,
                 None if tensor is None else (tuple(tensor.shape), str(tensor.dtype), first.setdefault(id(tensor), i)),
             )
-            for i, (name, tensor) in enumerate(zip(self._names, self._seen, strict=True))
+            for i, (name, tensor) in enumerate(self._seen.items())
         ]
         return hashlib.sha256(repr(said).encode()).hexdigest()[:8]

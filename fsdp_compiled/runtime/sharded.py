@@ -19,7 +19,6 @@ from fsdp_compiled.distributed.uneven_inputs import Announced, Joined
 from fsdp_compiled.ir.program import Port, Program
 from fsdp_compiled.report import dump
 from fsdp_compiled.runtime.local_steps import LocalSteps
-from fsdp_compiled.runtime.module_buffers import take
 from fsdp_compiled.runtime.parameters.gathered_call import hold, release, wholes_of
 from fsdp_compiled.runtime.profiling import Profile, profiling
 from fsdp_compiled.runtime.sharded_calls import one_thread
@@ -217,7 +216,7 @@ class Sharded(ShardedCheckpoints):
     def state(self) -> State:
         """This rank's state, to be handed to `apply`."""
         wait_for_host_memory(self.plan)
-        take(self._programs.module_buffers.replaced(), self._state.buffers)
+        self._programs.module_buffers.take(self._state.buffers)
         return self._state
 
     @property
@@ -304,7 +303,7 @@ class Sharded(ShardedCheckpoints):
         with self._refusing():
             self._outside_join("gathered")
             self._taken.check()
-            take(self._programs.module_buffers.replaced(), self._state.buffers)
+            self._programs.module_buffers.take(self._state.buffers)
         with self._meeting("gathered"), outside_modes():
             return wholes_of(self.model)
 

@@ -27,7 +27,6 @@ from fsdp_compiled.optim.rules import make_rules_again
 from fsdp_compiled.runtime.checkpoint.writing import Checkpoints
 from fsdp_compiled.runtime.local_steps import LocalSteps
 from fsdp_compiled.runtime.managed_model import ManagedModel
-from fsdp_compiled.runtime.module_buffers import take
 from fsdp_compiled.runtime.parameters.shard_layout import Writes
 from fsdp_compiled.runtime.programs import compile_only
 from fsdp_compiled.runtime.programs.compile import Compiled, Kind
@@ -179,7 +178,7 @@ class ShardedCalls:
         kind, batch, named = request.kind, request.batch, request.named
         if self._writes.shards is not None:
             self._writes.begin()
-        take(request.buffers, state.buffers, self._state.buffers)
+        self._programs.module_buffers.take(state.buffers, self._state.buffers)
         if self._joined is not None:
             self._joined.announce(kind, request.label, (batch, named), self._hyperparameters.values, request.modes)
         self._calls.hypers = f"{self._hyperparameters.digest:x}"

@@ -17,7 +17,6 @@ from fsdp_compiled.runtime.checkpoint import dcp, hugging_face, loading, whole
 from fsdp_compiled.runtime.checkpoint.contents import Trained, check_extra
 from fsdp_compiled.runtime.checkpoint.saving import check_wish, path
 from fsdp_compiled.runtime.checkpoint.writing import Busy, Saving
-from fsdp_compiled.runtime.module_buffers import take
 from fsdp_compiled.runtime.sharded_calls import ShardedCalls, one_thread
 from fsdp_compiled.runtime.state import wait_for_host_memory
 
@@ -33,7 +32,7 @@ class ShardedCheckpoints(ShardedCalls):
             self._outside_join("full_state_dict")
             self._as_one("full_state_dict")
             self._taken.check()
-            take(self._programs.module_buffers.replaced(), state.buffers, self._state.buffers)
+            self._programs.module_buffers.take(state.buffers)
         work = whole.full_state_dict(self.model, self.plan, self._mesh, state.parameters, state.buffers)
         return self._together("What full_state_dict collects", work, "full_state_dict")
 
@@ -262,5 +261,5 @@ class ShardedCheckpoints(ShardedCalls):
         for update in updates:
             update.read(self._state.optimizer)
         self._taken.check()
-        take(self._programs.module_buffers.replaced(), self._state.buffers)
+        self._programs.module_buffers.take(self._state.buffers)
         return Trained(self.plan, self._state, self.optimizer, self._programs.rules, updates, self._local)

@@ -2,8 +2,8 @@
 
 In eager PyTorch a write to one tensor is a write to the other. In a program each is a separate value, and parameters
 move into shards. So nothing may share memory with a parameter, except ordinary ties (one object under two names).
-Forward may not write to buffers and closed-over tensors that share memory. Parts of one storage that do not overlap,
-such as cuDNN's flat weights, share nothing.
+Forward may not write to buffers and closed-over tensors that share memory, with each other or with the batch. Parts of
+one storage that do not overlap, such as cuDNN's flat weights, share nothing.
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn.utils.spectral_norm import SpectralNorm
+
+from fsdp_compiled.capture.aot import CaptureError
 
 OTHERS = frozenset((bool, int, float, str, type(None), OrderedDict))  # no tensors, and not searched for tensors
 OWN = frozenset(("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"))  # every module's
@@ -57,13 +59,27 @@ def check_shared_memory(modules: Iterable[tuple[str, nn.Module]], named: Sequenc
                     )
 
 
-def shared(written: Mapping[str, torch.Tensor], others: Mapping[str, torch.Tensor]) -> tuple[str, str] | None:
-    """The first of ``written`` that shares memory with another tensor, and that one; None if there is none."""
-    for name, tensor in written.items():
-        for other, value in others.items():
-            if value is not tensor and storage(value) == storage(tensor) and overlap(value, tensor):
-                return name, other
-    return None
+def check_written(written: Iterable[str], held: Mapping[str, torch.Tensor], batch: Sequence[torch.Tensor] = ()) -> None:
+    """Raises `CaptureError` where forward writes to memory that another of its inputs shares.
+
+    ``written``: the names of what it writes; ``held``: the buffers and the closed-over tensors, by name.
+    """
+    others: dict[int, list[tuple[str, torch.Tensor]]] = {}
+    for name, tensor in held.items():
+        others.setdefault(storage(tensor), []).append((name, tensor))
+    given = set(map(storage, batch))
+    for name in written:
+        if (tensor := held.get(name)) is None:
+            continue
+        place = storage(tensor)
+        other = next((two for two, one in others[place] if one is not tensor and overlap(one, tensor)), None)
+        if place in given and any(storage(one) == place and overlap(one, tensor) for one in batch):
+            other = "a tensor of the batch"
+        if other is not None:
+            raise CaptureError(
+                f"Forward writes to {name}, which shares memory with {other}: a program has two values there, "
+                "and the other would not follow. Give each memory of its own: tensor.clone()."
+            )
 
 
 def _tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:

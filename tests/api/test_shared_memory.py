@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from fsdp_compiled import CaptureError, Policy, compile_sharded
+from fsdp_compiled import CaptureError, Policy, compile_sharded, fully_shard
 from tests.toys import squares
 
 EAGER = Policy(lower="eager")
@@ -104,6 +104,43 @@ def test_buffers_in_one_memory_are_read_and_not_written() -> None:
     torch.testing.assert_close(sharded.value_and_grad(x)[0], squares(plain, x).detach())
     with pytest.raises(CaptureError, match="Forward writes to all, which shares memory with part"):
         compile_sharded(Overlapping(writes=True), loss=squares, policy=EAGER).value_and_grad(x)
+
+
+class Counts(nn.Module):
+    """Writes to a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(3, 3)
+        self.register_buffer("seen", torch.zeros(4, 3))
+        self.register_buffer("other", torch.ones(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.seen.add_(1)
+        return self.head(x + self.seen) * self.other
+
+
+@pytest.mark.parametrize("first", [True, False])
+@pytest.mark.parametrize("face", ["compile_sharded", "fully_shard"])
+def test_what_comes_to_share_memory_with_a_written_buffer_is_refused(face: str, first: bool) -> None:
+    """A tensor of the batch, at the first call or a later one, and another buffer that is replaced."""
+    model = Counts()
+    call = fully_shard(model) if face == "fully_shard" else compile_sharded(model, loss=squares, policy=EAGER)
+    run = call if face == "fully_shard" else call.value_and_grad
+    if not first:
+        run(torch.randn(4, 3))
+    before = model.seen.clone()
+    for given in (model.seen, model.seen.view(-1)[:12].view(4, 3)):
+        with pytest.raises(
+            CaptureError, match="Forward writes to seen, which shares memory with a tensor of the batch"
+        ):
+            run(given)
+    assert torch.equal(model.seen, before)
+    run(model.seen.clone())
+    model.other = model.seen[0]
+    for _ in range(2):
+        with pytest.raises(CaptureError, match="Forward writes to seen, which shares memory with other"):
+            run(torch.randn(4, 3))
 
 
 def test_a_weight_that_a_hook_computes_in_each_forward_is_no_copy() -> None:

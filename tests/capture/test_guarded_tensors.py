@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from fsdp_compiled import compile_sharded
+from fsdp_compiled import compile_sharded, fully_shard
 from tests.guarded import EAGER, batch, mse, pair
 
 
@@ -86,6 +86,60 @@ def test_a_replaced_buffer_is_the_states_at_once() -> None:
     assert sharded.full_state_dict()["norm.running_mean"].tolist() == [0.5] * 6
     sharded.model.norm.running_mean = torch.full((6,), 0.25)  # type: ignore[union-attr]
     assert sharded.state.buffers["norm.running_mean"].tolist() == [0.25] * 6
+
+
+class Scale(nn.Module):
+    def __init__(self, factor: float) -> None:
+        super().__init__()
+        self.register_buffer("factor", torch.full((6,), factor))
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return x * self.factor + self.calls
+
+
+@pytest.mark.parametrize("face", ["compile_sharded", "fully_shard"])
+def test_modules_without_parameters_that_are_replaced_or_moved_bring_their_buffers(face: str) -> None:
+    torch.manual_seed(0)
+    plain = nn.Sequential(Scale(1.0), nn.Sequential(nn.Tanh(), Scale(3.0)), nn.Linear(6, 2))
+    model = copy.deepcopy(plain)
+    if face == "fully_shard":
+        fully_shard(model)
+    else:
+        sharded = compile_sharded(model, loss=mse, policy=EAGER)
+
+    def swap(one: Any) -> None:
+        one[0], one[1][1] = one[1][1], one[0]
+
+    changes: list[Callable[[Any], Any]] = [
+        lambda one: None, swap, lambda one: one[1].__setitem__(1, Scale(5.0)),
+        lambda one: one.__setitem__(0, one[1][1]), lambda one: one.__setitem__(1, nn.Sequential(nn.Tanh(), Scale(7.0))),
+    ]  # fmt: skip
+    for change in changes:
+        for one in (model, plain):
+            change(one)
+        for _ in range(2):
+            found = mse(model, *batch()) if face == "fully_shard" else sharded.value_and_grad(*batch())[0]
+            torch.testing.assert_close(found, mse(plain, *batch()), rtol=0, atol=0)
+        assert [float(value.sum()) for value in model.buffers()] == [float(value.sum()) for value in plain.buffers()]
+
+
+@pytest.mark.parametrize("face", ["compile_sharded", "fully_shard"])
+def test_a_buffer_that_was_replaced_before_a_refused_call_is_read_after_it(face: str) -> None:
+    model = nn.Sequential(Scale(1.0), nn.Linear(6, 2))
+    plain = copy.deepcopy(model)
+    if face == "fully_shard":
+        call = fully_shard(model)
+    else:
+        call = compile_sharded(model, policy=EAGER)
+    x, _ = batch()
+    torch.testing.assert_close(call(x).detach(), plain(x).detach())
+    for one in (model, plain):
+        one[0].factor = torch.full((6,), 7.0)
+    with pytest.raises(ValueError, match=r"The batch holds a builtins\.object"):
+        call(object())
+    torch.testing.assert_close(call(x).detach(), plain(x).detach())
 
 
 TENSORS: dict[str, Callable[[Any], Any]] = {

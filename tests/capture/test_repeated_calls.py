@@ -18,6 +18,7 @@ from fsdp_compiled.capture.blocks.repeated_calls import Repeats
 from tests import equal_models as equal
 from tests.chosen import TORCH, chosen
 from tests.repeated_models import LAYERS, Model, loss
+from tests.toys import squares
 
 
 class _Stop(Exception):
@@ -267,6 +268,37 @@ def test_a_change_of_what_a_block_alone_is_given_is_seen() -> None:
         values.append(loss(eager, tokens))
         assert sharded.value_and_grad(tokens)[0] == values[-1]
     assert values[0] != values[1] and sharded.captures == 2
+
+
+class Knows(nn.Module):
+    """A block that asks whether it is a certain one."""
+
+    def __init__(self, blocks: nn.ModuleList) -> None:
+        super().__init__()
+        self.up, self.all = nn.Linear(3, 3), [blocks]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.up(x) * (3.0 if self is self.all[0][2] else 1.0)
+
+
+class Known(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList()
+        self.blocks.extend(Knows(self.blocks) for _ in range(7))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def test_what_one_block_is_another_is_not() -> None:
+    torch.manual_seed(0)
+    model = Known()
+    eager, x = copy.deepcopy(model), torch.randn(2, 3)
+    sharded = compile_sharded(model, loss=squares, policy=Policy(lower="eager"))
+    assert sharded.value_and_grad(x)[0] == squares(eager, x)
 
 
 def test_a_loss_that_differentiates_inside_is_walked_through(

@@ -129,6 +129,29 @@ def test_buffers_that_modules_share_are_shared_after_they_were_moved(monkeypatch
     assert moved and model.one.running_mean is model.two.running_mean
 
 
+def test_modules_that_are_moved_compute_where_they_are_now() -> None:
+    """Names and shapes are as before: two places change their modules, then two have the same one, then as at first."""
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 2))
+    model = copy.deepcopy(plain)
+    fully_shard(model)
+    first, parts = list(plain), list(model)
+    for order in ((0, 1, 2), (1, 0, 2), (1, 1, 2), (0, 1, 2)):
+        for place, index in enumerate(order):
+            model[place], plain[place] = parts[index], first[index]
+        losses = [loss_of(one) for one in (model, plain)]
+        assert torch.equal(*losses)
+        for loss in losses:
+            loss.backward()
+        for ours, theirs in zip(parts, first, strict=True):
+            if theirs.weight.grad is None:
+                assert ours.weight.grad is None
+            else:
+                assert torch.equal(ours.weight.grad.full_tensor(), theirs.weight.grad)
+        for part in (*parts, *first):
+            part.zero_grad()
+
+
 def test_what_is_frozen_or_thawed_between_forward_and_backward() -> None:
     model, plain = net(), net()
     fully_shard(model)

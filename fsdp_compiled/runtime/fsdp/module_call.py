@@ -40,7 +40,6 @@ from fsdp_compiled.runtime.fsdp.module_state import ModuleState, lay_out, states
 from fsdp_compiled.runtime.fsdp.opened_arguments import closed
 from fsdp_compiled.runtime.fsdp.parameter_group import ParameterGroup
 from fsdp_compiled.runtime.fsdp.verified_call import Verified, VerifiedCalls
-from fsdp_compiled.runtime.module_buffers import take
 from fsdp_compiled.runtime.programs import compile_only
 from fsdp_compiled.runtime.programs.compile import PLAIN, Compiled
 from fsdp_compiled.runtime.programs.program_cache import Programs
@@ -103,7 +102,7 @@ class ModuleCall:
             request = None
             if trains or not _holds_objects(args, named):
                 request = made.programs.find("training" if trains else "forward", args, named)
-                take(request.buffers, lent.buffers)
+                made.programs.module_buffers.take(lent.buffers)
             lent.take_again()
         eager = f"eager {type(self.module).__name__}"
         if request is None:
@@ -309,9 +308,9 @@ class ModuleCall:
         modules = list(self.module.modules())
         self._tables = [table for module in modules for table in (module._parameters, module._modules)]
         entries = [entry for group in self._groups for entry in group.entries]
-        known = {id(entry.parameter) for entry in entries}
+        known = {id(entry.parameter): place for place, entry in enumerate(entries)}
         named = list(named_parameters(self.module, remove_duplicate=False))
-        self._names = tuple(name for name, one in named if id(one) in known)
+        self._names = tuple((name, known[id(one)]) for name, one in named if id(one) in known)
         self._plain = {name: one for name, one in named if id(one) not in known}
         if sharded := [name for name, one in self._plain.items() if isinstance(one, DTensor)]:
             raise ValueError(

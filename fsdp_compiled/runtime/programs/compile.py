@@ -18,7 +18,6 @@ from fsdp_compiled import passes
 from fsdp_compiled.analysis import memory, peak_memory
 from fsdp_compiled.analysis.best_effort import attempt, reason
 from fsdp_compiled.analysis.memory import Memory
-from fsdp_compiled.capture.aot import CaptureError
 from fsdp_compiled.capture.captured import Capture, batch_tensors
 from fsdp_compiled.capture.dynamic_shapes import Sizes, shape_text
 from fsdp_compiled.capture.fake_inputs import capture_on
@@ -38,7 +37,7 @@ from fsdp_compiled.runtime.programs.input_binding import InputBinding, check_arg
 from fsdp_compiled.runtime.programs.result_aliases import Alias, aliases_of
 from fsdp_compiled.runtime.programs.stages import Stages, Transformed
 from fsdp_compiled.runtime.programs.training import Backward, Training, training_of
-from fsdp_compiled.runtime.shared_memory import shared
+from fsdp_compiled.runtime.shared_memory import check_written
 from fsdp_compiled.runtime.state import Rooms
 
 # "accumulate" is a microbatch that is not the last, "last" the one that ends a row and updates.
@@ -192,7 +191,8 @@ def capture(model: nn.Module, spec: ProgramSpec) -> Capture:
         results=spec.called is not None, plain=spec.plain, sizes=spec.sizes, hints=spec.hints, modes=spec.modes,
         tp_mesh=spec.tp_mesh, groups=spec.groups,
     )  # fmt: skip
-    _check_written(captured, spec.buffers)
+    held = {**captured.constants, **spec.buffers}
+    check_written(captured.written, held, [*batch_tensors(spec.batch, spec.named).values()])
     return captured
 
 
@@ -288,18 +288,6 @@ def _wire(program: Program, split: SplitProgram | None) -> str:
         return program.wire
     both = split.forward.wire, split.backward.wire
     return hashlib.sha256(repr(both).encode()).hexdigest()[:8] if set(both) != {SILENT} else SILENT
-
-
-def _check_written(captured: Capture, buffers: Mapping[str, torch.Tensor]) -> None:
-    """Raises `CaptureError` where forward writes to memory that another tensor of the program shares."""
-    names = [port.name for port in captured.program.ports if port.side == "out" and port.kind in ("buffer", "constant")]
-    tensors = {**captured.constants, **buffers}
-    written = {name: tensors[name] for name in names if name in tensors}
-    if (pair := shared(written, tensors)) is not None:
-        raise CaptureError(
-            f"Forward writes to {pair[0]}, which shares memory with {pair[1]}: a program has two values there, "
-            "and the other would not follow. Give each memory of its own: tensor.clone()."
-        )
 
 
 def plain(value: Any) -> tuple[type, str]:

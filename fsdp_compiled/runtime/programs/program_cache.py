@@ -51,6 +51,7 @@ from fsdp_compiled.runtime.programs.request import (
     full,
     mismatch,
 )
+from fsdp_compiled.runtime.shared_memory import check_written
 
 log = logging.getLogger("fsdp_compiled")
 needs_gradient = attrgetter("requires_grad")
@@ -120,10 +121,10 @@ class Programs:
             self._check_classes(batch, named)
         if self._called is None and kind != "forward" and any(map(needs_gradient, tensors)):
             raise ValueError(differentiable(batch_tensors(batch, named)))
-        buffers = self.module_buffers.replaced()
+        self.module_buffers.look()
 
         def look(dims: tuple[int, ...], compared: bool = False) -> Request:
-            return self._look(Request(kind, batch, named, leaves, around, buffers, added, compared=compared), dims)
+            return self._look(Request(kind, batch, named, leaves, around, added, compared=compared), dims)
 
         request = look(policy.moving)
         if request.compiled is not None:
@@ -158,6 +159,10 @@ class Programs:
             if compiled.capture.guards.hold() and not (sizes and mismatch(compiled, request)):
                 closed = compiled.capture.guards.closed.moved()
                 if closed is not None:
+                    if written := compiled.capture.written:
+                        others = {name: tensor.detach() for name, tensor in closed.items()}  # may be a buffer itself
+                        held = {**compiled.capture.constants, **others, **self.module_buffers.tensors()}
+                        check_written(written, held, tensors)
                     request.compiled, request.label, request.closed = compiled, compiled.label, closed
                     break
         return request
@@ -169,7 +174,7 @@ class Programs:
 
     def _incomplete(self, request: Request) -> Request:
         """The request for a program that has to be made, with the reasons why none of the kept programs fits."""
-        request.buffers = {**request.buffers, **self.module_buffers.scan()}
+        self.module_buffers.scan()
         request.key = (*request.key[:-1], self.module_buffers.layout)
         request.changed = [self._change(compiled, request) for compiled in self._oldest_first(request.key)]
         request.label = self._label(request)

@@ -54,7 +54,6 @@ class Request:
     named: dict[str, Any]
     leaves: Sequence[Any]  # of the batch
     modes: GlobalModes  # the modes of the caller
-    buffers: Mapping[str, torch.Tensor | None]  # the model's buffers that were replaced
     added: Names = frozenset()  # parameters with gradients in the sums that a last microbatch ends
     rows: int = 0  # the batch's rows, where ranks are weighed by them
     sizes: Sizes = field(default_factory=dict)
