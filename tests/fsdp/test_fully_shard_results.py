@@ -330,3 +330,43 @@ def test_gradients_of_a_block_that_reads_its_input_twice_add_up_as_in_eager_pyto
         model(x).square().mean().backward()
         found.append([full([one.grad])[0] if shards else one.grad for one in model.parameters()])
     assert same(*found)
+
+
+class Features(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = nn.Linear(4, 4), nn.Linear(4, 2)
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        features = self.body(x).tanh()
+        return {"features": features, "logits": self.head(features)}
+
+
+@pytest.mark.parametrize("watched", ["features", "logits"])
+@pytest.mark.parametrize("watch", ["retain_grad", "hook"])
+@pytest.mark.parametrize("trained", [("features",), ("logits",), ("features", "logits")])
+def test_who_watches_a_result_sees_all_of_its_gradient_or_an_error(
+    watched: str, watch: str, trained: tuple[str, ...]
+) -> None:
+    if watched not in trained and watched == "logits":
+        pytest.skip("nothing comes to it")
+    torch.manual_seed(0)
+    plain = Features()
+
+    def trebled(gradient: torch.Tensor | None) -> torch.Tensor | None:  # None: autograd has none here
+        return None if gradient is None else 3 * gradient
+
+    def gradients(model: Features) -> list[torch.Tensor]:
+        out = model(X)
+        out[watched].retain_grad() if watch == "retain_grad" else out[watched].register_hook(trebled)
+        torch.stack([out[name].square().sum() for name in trained]).sum().backward()
+        kept = [out[watched].grad] if watch == "retain_grad" else []
+        return [one.full_tensor() if isinstance(one, DTensor) else one for one in (*kept, model.body.weight.grad)]
+
+    expected, model = gradients(plain), fully_shard(copy.deepcopy(plain))
+    model.zero_grad()
+    if watched == "features" and "logits" in trained:
+        with pytest.raises(RuntimeError, match="also depends on it through result 1"):
+            gradients(model)
+    else:
+        assert all(map(torch.allclose, gradients(model), expected))

@@ -10,6 +10,7 @@ A run uses the parameters that were there when it was made: they may be frozen, 
 from __future__ import annotations
 
 import hashlib
+import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
@@ -407,6 +408,7 @@ class _Function(torch.autograd.Function):
         ctx.run = run
         ctx.set_materialize_grads(False)
         results = tuple(outputs[: len(training.results)])
+        ctx.results = [weakref.ref(one) if isinstance(one, torch.Tensor) else None for one in results]
         ctx.shapes = [getattr(result, "shape", None) for result in results]  # None: a size that depended on the data
         constant = [results[place] for place in training.constant]
         ctx.mark_non_differentiable(*(one for one in constant if isinstance(one, torch.Tensor)))
@@ -432,6 +434,9 @@ class _Function(torch.autograd.Function):
                     "Make that a plain tensor first: loss + 1e-4 * sum(p.abs().sum() for p in "
                     "model.parameters()).full_tensor()."
                 )
+        if len(tangents) > 1:
+            with run.calls.refusing():
+                training.check_watched(ctx.results, tangents)
         saved = iter(ctx.saved_tensors)
         kept = [value if apart else next(saved) for value, apart in ctx.others]
         del saved

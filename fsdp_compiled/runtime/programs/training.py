@@ -6,11 +6,13 @@ looks at the graphs again.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
 import torch
+from torch import fx
 
 from fsdp_compiled.ir.program import Port, Program
 from fsdp_compiled.lower.lowering import Boxed
@@ -93,12 +95,44 @@ class Training:
     read: frozenset[str]
     gathered: frozenset[str]
     _by_name: Mapping[str, frozenset[str]]
+    _forward: Program
     _reached: dict[frozenset[int], frozenset[str]] = field(default_factory=dict)
 
     @cached_property
     def moved(self) -> frozenset[str]:
         """The parameters and inputs that have gradients if all results have gradients."""
         return self.reached(frozenset(range(len(self.results))))
+
+    def check_watched(
+        self, results: Sequence[weakref.ref[torch.Tensor] | None], tangents: Sequence[torch.Tensor | None]
+    ) -> None:
+        """Raises ``RuntimeError`` where a result's hook, or its ``grad``, misses what comes to it through others."""
+        for place, ref in enumerate(results):
+            one = ref() if ref is not None else None
+            if one is None or not (one.retains_grad or one._backward_hooks):
+                continue
+            later = next((other for other in self._made_of(place) if tangents[other] is not None), None)
+            if later is not None:
+                raise RuntimeError(
+                    f"{self.results[place]} has a hook or retain_grad(), and the loss also depends on it through "
+                    f"{self.results[later]}: inside of the program no hook sees that part of its gradient. Register "
+                    "the hook inside of forward, where it is traced; or leave the other result out of the loss."
+                )
+
+    def _made_of(self, result: int) -> list[int]:
+        """The places of the results that are computed from this one."""
+        outputs = self._forward.outputs
+        ends = {outputs[port]: place for place, port in enumerate(self.results) if place != result}
+        value = outputs[self.results[result]]
+        while value.target is torch.ops.aten.clone.default:  # what is returned may be a copy
+            value = value.all_input_nodes[0]
+        stack, found = [value], set[fx.Node]()
+        while stack:
+            for user in stack.pop().users:
+                if user not in found:
+                    found.add(user)
+                    stack.append(user)
+        return sorted(place for node, place in ends.items() if node in found)
 
     def reached(self, differentiated: frozenset[int]) -> frozenset[str]:
         """The parameters and inputs that have gradients if the results at these places have gradients."""
@@ -138,4 +172,5 @@ def training_of(
             name for node in split.forward.graph.nodes if (name := node.meta.get("parameter")) is not None
         ),
         _by_name=reached,
+        _forward=split.forward,
     )
