@@ -152,6 +152,17 @@ CURES = (
     ("TracedModule", "pass the original module: TorchScript cannot be read."),
     ("checkpoint_sequential", "call torch.utils.checkpoint.checkpoint on each stretch of the layers."),
     (
+        "context_fn",
+        "enter contexts, such as autocast, inside of the function that is checkpointed; context_fn may be "
+        "functools.partial(create_selective_checkpoint_contexts, ...).",
+    ),
+    ("disallow_in_graph", "of torch.func, take jvp, vjp or grad in the place of linearize."),
+    (
+        "pack_padded_sequence",
+        "give the layer padded rows: in one direction, its outputs up to a row's length are the same; mask the others.",
+    ),
+    ("for hook removal", "leave a hook that forward removes again out of it."),
+    (
         "torch.distributed.nn.",
         "of torch.distributed.nn.functional, all_reduce and all_gather are traced; for others use what it names.",
     ),

@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
-from torch.utils.checkpoint import checkpoint_sequential
+from torch import nn, no_grad
+from torch.nn.utils.rnn import pack_padded_sequence
+from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
 from fsdp_compiled import Policy, compile_sharded
 from tests.architectures import CASES, forces, smooth
@@ -130,6 +131,12 @@ def plain_mean(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tens
     return model(x).mean()
 
 
+def unhooked(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    out = model(x)
+    out.register_hook(lambda gradient: 2 * gradient).remove()
+    return (out - y).square().mean()
+
+
 WORDS = torch.zeros(5, 2, dtype=torch.int64)
 REFUSED: dict[str, tuple[Callable[[], nn.Module], Callable[..., Any], torch.Tensor | None, str]] = {
     "sparse gradient": (
@@ -153,6 +160,25 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], Callable[..., Any], torch.Tens
         None,
         "Cure: call torch.utils.checkpoint.checkpoint on each",
     ),
+    "contexts of a checkpoint": (
+        smooth,
+        lambda m, x, y: checkpoint(m, x, use_reentrant=False, context_fn=lambda: (no_grad(), no_grad())).mean(),
+        None,
+        "Cure: enter contexts, such as autocast, inside",
+    ),
+    "linearize": (
+        smooth,
+        lambda m, x, y: torch.func.linearize(torch.sin, m(x))[1](x[:, :3]).mean(),
+        None,
+        "Cure: .*take jvp",
+    ),
+    "packed rows": (
+        lambda: nn.GRU(3, 3, batch_first=True),
+        lambda m, x, y: m(pack_padded_sequence(x, torch.tensor([4, 2]), batch_first=True))[1].mean(),
+        torch.randn(2, 4, 3),
+        "Cure: give the layer padded rows",
+    ),
+    "hook that is removed": (smooth, unhooked, None, "Cure: leave a hook that forward removes"),
     "cumulative statistics": (cumulative, mse, None, "Cure: .*momentum=None"),
     "list of losses": (smooth, lambda *a: [mse(*a), mse(*a)], None, "returned a list in the place of a scalar"),
     "hidden aux": (smooth, lambda m, x, y: (mse(m, x, y), Answer(x)), None, "Answer was returned, which hides .*x"),
@@ -162,6 +188,8 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], Callable[..., Any], torch.Tens
 
 @pytest.mark.parametrize("case", REFUSED)
 def test_what_cannot_work_is_refused_with_what_where_why_and_the_cure(case: str) -> None:
+    if case in ("contexts of a checkpoint", "linearize", "packed rows", "hook that is removed") and TORCH < (2, 13):
+        pytest.skip("its Dynamo says it in other words")
     make, loss, x, message = REFUSED[case]
     sharded = compile_sharded(make(), loss=loss, policy=Policy(lower="eager"))
     with pytest.raises(ValueError, match=message):
