@@ -82,6 +82,8 @@ def reason(error: BaseException) -> str:
     said = str(error).split("from user code:")[0]
     if "<function Sharded." in said:
         return "A Sharded object of compile_sharded is called inside a loss: a program reaches no other model's shards."
+    if "return _call(self, name, function)(args, named)" in str(error):  # a line of `fsdp.module_class`
+        return "A model that fully_shard sharded is called inside of another one's loss or forward."
     if "ShardedParameter" in said:
         return "A parameter that compile_sharded took over is read past the model (a closure, a list, another model)."
     if match := re.search(r"raised exception \w+\('(This \w+ was taken over by compile_sharded[^.;:]*)", said):
@@ -98,6 +100,11 @@ CURES = (
         "A Sharded object",
         "put both models into one module (nn.ModuleDict) and shard that; or compute the other's results outside, "
         "other(x), and pass them with the batch. Two Sharded cannot be differentiated through each other yet.",
+    ),
+    (
+        "A model that fully_shard sharded",
+        "compute its results outside, teacher(x), and pass them with the batch; or leave fully_shard out, and shard "
+        "both models as one.",
     ),
     (
         "compile_sharded",

@@ -13,7 +13,7 @@ from torch import nn, no_grad
 from torch.nn.utils.rnn import pack_padded_sequence
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
-from fsdp_compiled import Policy, compile_sharded
+from fsdp_compiled import Policy, compile_sharded, fully_shard
 from tests.architectures import CASES, forces, smooth
 from tests.chosen import TORCH
 from tests.toys import mse, same_weights
@@ -194,6 +194,13 @@ def test_what_cannot_work_is_refused_with_what_where_why_and_the_cure(case: str)
     sharded = compile_sharded(make(), loss=loss, policy=Policy(lower="eager"))
     with pytest.raises(ValueError, match=message):
         sharded.value_and_grad(torch.randn(5, 8) if x is None else x, torch.randn(5, 3))
+
+
+def test_a_teacher_that_fully_shard_sharded_is_refused_inside_a_loss() -> None:
+    teacher, model = fully_shard(nn.Linear(8, 3)), nn.Linear(8, 3)
+    sharded = compile_sharded(model, loss=lambda m, x: (m(x) - teacher(x).detach()).square().mean())
+    with pytest.raises(ValueError, match=r"fully_shard sharded is called(.|\n)*Cure: compute its results outside"):
+        sharded.value_and_grad(torch.randn(5, 8))
 
 
 def test_modules_without_shapes_are_refused_before_anything_is_changed() -> None:
