@@ -107,6 +107,11 @@ CURES = (
         "both models as one.",
     ),
     (
+        "got mixed torch.Tensor and DTensor",
+        "a parameter of fully_shard is reached past the module that is called. Make what holds it a submodule of that "
+        "one (a teacher: frozen, registered as any other); or compute with it outside, and pass what it gives.",
+    ),
+    (
         "compile_sharded",
         "read it through the model that the loss is given (model.head.weight). A second model that is not trained can "
         "be a submodule of that one, frozen with requires_grad_(False) before compile_sharded. Where both are trained "

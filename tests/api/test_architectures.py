@@ -203,6 +203,23 @@ def test_a_teacher_that_fully_shard_sharded_is_refused_inside_a_loss() -> None:
         sharded.value_and_grad(torch.randn(5, 8))
 
 
+def test_a_teacher_that_is_hidden_in_a_list_is_refused_until_it_is_a_submodule() -> None:
+    class Taught(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return (super().forward(x) - self.teachers[0](x)).square().mean()  # type: ignore[operator]
+
+    model, teacher = Taught(8, 3), nn.Linear(8, 3).requires_grad_(False)
+    model.teachers = [teacher]  # type: ignore[assignment]
+    x = torch.randn(5, 8)
+    expected = model(x)
+    fully_shard(teacher)
+    fully_shard(model)
+    with pytest.raises(ValueError, match=r"Cure: .*Make what holds it a submodule"):
+        model(x)
+    model.teachers = nn.ModuleList([teacher])
+    assert torch.equal(model(x), expected)
+
+
 def test_modules_without_shapes_are_refused_before_anything_is_changed() -> None:
     model = nn.Sequential(nn.LazyLinear(8), nn.Linear(8, 3))
     with pytest.raises(ValueError, match=r"0.weight has no shape yet.*example batch"):
