@@ -64,10 +64,12 @@ def check_written(written: Iterable[str], held: Mapping[str, torch.Tensor], batc
 
     ``written``: the names of what it writes; ``held``: the buffers and the closed-over tensors, by name.
     """
+    places, given = list(map(storage, held.values())), set(map(storage, batch))
+    if len(given.union(places)) == len(given) + len(places):  # each has a storage of its own, as usual
+        return
     others: dict[int, list[tuple[str, torch.Tensor]]] = {}
-    for name, tensor in held.items():
-        others.setdefault(storage(tensor), []).append((name, tensor))
-    given = set(map(storage, batch))
+    for place, one in zip(places, held.items(), strict=True):
+        others.setdefault(place, []).append(one)
     for name in written:
         if (tensor := held.get(name)) is None:
             continue
