@@ -13,6 +13,7 @@ never in memory, and a run reads each of its inputs once.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Mapping
+from functools import cache
 from operator import getitem
 from typing import Any
 
@@ -83,15 +84,12 @@ def seconds_of(graph: fx.Graph, machine: Cluster, fused: bool = False) -> Iterat
     alike, size = Alike(), _Sizes()
     traffic = _in_runs(graph, size) if fused else {}
     known: dict[Hashable, float] = {}
-    products: dict[int, bool] = {}  # by operator, whether a formula counts its multiplications
     for node in graph.nodes:
         if node in traffic:
             nbytes, first = traffic[node]
             yield max(nbytes / machine.memory, machine.kernel * first)
             continue
-        if (product := products.get(id(node.target))) is None:
-            product = products[id(node.target)] = _formula(node) is not None
-        if not product:
+        if _formula(node.target) is None:
             yield _seconds(node, machine, size, 0)
         elif (key := alike.key(node)) is None:
             yield _seconds(node, machine, size)
@@ -101,8 +99,10 @@ def seconds_of(graph: fx.Graph, machine: Cluster, fused: bool = False) -> Iterat
             yield found
 
 
-def _formula(node: fx.Node) -> Callable[..., int] | None:
-    packet = getattr(node.target, "overloadpacket", None)
+@cache
+def _formula(target: Any) -> Callable[..., int] | None:
+    """What counts an operator's multiplications; None if it makes none."""
+    packet = getattr(target, "overloadpacket", None)
     return _grouped if str(packet) == "aten._grouped_mm" else flop_registry.get(ON_CPU.get(packet, packet))
 
 
@@ -114,7 +114,7 @@ def _grouped(one: torch.Tensor, other: torch.Tensor, *_: Any, **__: Any) -> int:
 
 def flops(node: fx.Node) -> int:
     """Multiplications and additions; 0 for an operator that moves or maps elements; half for causal attention."""
-    if (count := _formula(node)) is None:
+    if (count := _formula(node.target)) is None:
         return 0
     args, kwargs = pytree.tree_map_only(fx.Node, lambda source: as_traced(source.meta["val"]), (node.args, node.kwargs))
     return int(count(*args, **kwargs, out_val=as_traced(node.meta["val"]))) // (2 if _causal(node) else 1)
@@ -137,15 +137,10 @@ def _in_runs(
     wait ends a run."""
     runs: dict[fx.Node, Hashable] = {}
     run = 0
-    fused: dict[int, bool] = {}  # by operator
     for node in graph.nodes:
         if not computes(node):
             run += is_wait(node) and pieces is None
-            continue
-        if (joins := fused.get(id(node.target))) is None:
-            own = getattr(node.target, "namespace", "") != "aten" or node.target in NOT_FUSED
-            joins = fused[id(node.target)] = not own and _formula(node) is None
-        if not joins:
+        elif getattr(node.target, "namespace", "") != "aten" or _formula(node.target) or node.target in NOT_FUSED:
             run += 1
         else:
             runs[node] = run if pieces is None else (run, pieces.get(node, node))
