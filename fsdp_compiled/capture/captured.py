@@ -113,14 +113,15 @@ class Capture:
     @cached_property
     def written(self) -> tuple[str, ...]:
         """The names of the buffers and constants that the function updates."""
-        return tuple(
-            port.name for port in self.program.ports if port.side == "out" and port.kind in ("buffer", "constant")
-        )
+        return self._updated("buffer", "constant")
 
-    @property
+    @cached_property
     def written_constants(self) -> tuple[str, ...]:
         """The names of the constants that the function updates."""
-        return tuple(port.name for port in self.program.ports if port.side == "out" and port.kind == "constant")
+        return self._updated("constant")
+
+    def _updated(self, *kinds: str) -> tuple[str, ...]:
+        return tuple(port.name for port in self.program.ports if port.side == "out" and port.kind in kinds)
 
     def rebuild(self, outputs: Mapping[Port, torch.Tensor]) -> Any:
         """The structure that the user's function returned, with these tensors in it."""
