@@ -16,7 +16,7 @@ from __future__ import annotations
 import copy
 import itertools
 from collections.abc import Callable, Mapping, Sequence
-from functools import cache, partial
+from functools import partial
 from typing import Any, TypeAlias
 
 import torch
@@ -87,7 +87,7 @@ class Apart(OnItsOwn):
         if len(found) > 1:
             raise Refused(f"its step mixes parameters ({func})")
         for place in found:
-            writes = _writes(func)
+            writes = func._schema.is_mutable
             for value in seen:
                 if writes or not any(value is one for one in given):
                     self._note(value, place)
@@ -107,12 +107,6 @@ def _tensors(given: Sequence[Any]) -> list[torch.Tensor]:
         elif isinstance(one, list | tuple):
             found += _tensors(one)
     return found
-
-
-@cache
-def _writes(func: Any) -> bool:
-    """Whether the operator writes to one of its arguments."""
-    return any(one.alias_info is not None and one.alias_info.is_write for one in func._schema.arguments)
 
 
 def check_runs_on_some(
