@@ -140,6 +140,11 @@ CURES = (
         "whose program ends in the loss.",
     ),
     (
+        "set_ on a graph input",
+        "in the place of `x.data = ...`, write a buffer's values, x.copy_(...); of a parameter, which the optimizer "
+        "alone updates, compute with a changed copy, as torch.nn.utils.parametrize does.",
+    ),
+    (
         "setattr() on Tensor.requires_grad",
         "leave it out of forward: a program finds by itself what needs a gradient (Wav2Vec2 and its kin: "
         "model.freeze_feature_encoder() leaves it out).",

@@ -131,6 +131,11 @@ def plain_mean(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tens
     return model(x).mean()
 
 
+def rescaled(model: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    model[0].weight.data = model[0].weight.data / 2
+    return mse(model, x, y)
+
+
 def unhooked(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     out = model(x)
     out.register_hook(lambda gradient: 2 * gradient).remove()
@@ -178,6 +183,12 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], Callable[..., Any], torch.Tens
         torch.randn(2, 4, 3),
         "Cure: give the layer padded rows",
     ),
+    "another tensor as data": (
+        smooth,
+        rescaled,
+        None,
+        r"Cure: in the place of `x.data = ...`, write a buffer's values",
+    ),
     "hook that is removed": (smooth, unhooked, None, "Cure: leave a hook that forward removes"),
     "cumulative statistics": (cumulative, mse, None, "Cure: .*momentum=None"),
     "list of losses": (smooth, lambda *a: [mse(*a), mse(*a)], None, "returned a list in the place of a scalar"),
@@ -188,7 +199,9 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], Callable[..., Any], torch.Tens
 
 @pytest.mark.parametrize("case", REFUSED)
 def test_what_cannot_work_is_refused_with_what_where_why_and_the_cure(case: str) -> None:
-    if case in ("contexts of a checkpoint", "linearize", "packed rows", "hook that is removed") and TORCH < (2, 13):
+    if TORCH < (2, 13) and case in (
+        "another tensor as data", "contexts of a checkpoint", "linearize", "packed rows", "hook that is removed"
+    ):  # fmt: skip
         pytest.skip("its Dynamo says it in other words")
     make, loss, x, message = REFUSED[case]
     sharded = compile_sharded(make(), loss=loss, policy=Policy(lower="eager"))
