@@ -145,6 +145,11 @@ CURES = (
         "alone updates, compute with a changed copy, as torch.nn.utils.parametrize does.",
     ),
     (
+        "a leaf Variable that requires grad",
+        "forward writes an input that requires a gradient, which a program cannot: write a copy, x.clone(), or leave "
+        "the input as it is, nn.ReLU(inplace=False).",
+    ),
+    (
         "setattr() on Tensor.requires_grad",
         "leave it out of forward: a program finds by itself what needs a gradient (Wav2Vec2 and its kin: "
         "model.freeze_feature_encoder() leaves it out).",

@@ -262,6 +262,12 @@ def dual(model: nn.Module) -> Any:
         (lambda: fully_shard(net()).set_custom_all_gather(print), "programs make their own collectives"),
         (lambda: hooked_late(fully_shard(net())), "set_all_reduce_hook was called on a FSDPSequential between"),
         (lambda: torch.func.vjp(fully_shard(net()), torch.randn(2, 6)), "torch.func transform"),
+        (
+            lambda: fully_shard(nn.Sequential(nn.ReLU(inplace=True), nn.Linear(6, 6)))(
+                torch.randn(2, 6).requires_grad_()
+            ),
+            "Cure: forward writes an input that requires a gradient",
+        ),
         (lambda: dual(fully_shard(net())), "tangents would be lost"),
         (lambda: tied_later(fully_shard(nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6)))), "tied after fully_shard"),
         (lambda: fully_shard(nn.ParameterList([nn.Parameter(torch.ones(()))])), "scalar"),
