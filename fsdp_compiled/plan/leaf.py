@@ -142,7 +142,7 @@ class Leaf:
         contiguous = tuple(range(len(self.shape)))
         if self.stride == contiguous_stride(self.shape):
             return contiguous
-        return tuple(sorted(contiguous, key=lambda dim: -self.stride[dim]))
+        return tuple(sorted(contiguous, key=lambda dim: (-self.stride[dim], -self.shape[dim])))
 
     def chunk(self, ranks: int) -> tuple[int, ...]:
         """The shape of each rank's rows when ``torch.chunk`` deals them out, padding of the last ranks included."""
@@ -174,10 +174,15 @@ def contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
 
 
 def dense_stride(shape: Sequence[int], stride: Sequence[int]) -> tuple[int, ...]:
-    """These strides if they are a permutation of contiguous ones without gaps; otherwise the contiguous ones."""
-    size = 1
+    """These strides if they are a permutation of contiguous ones without gaps; otherwise the contiguous ones.
+
+    Those of dims of size 1 are what `Leaf.in_shape` makes of them: what a program computes with has the strides that
+    were traced. The order is that of ``channels_last``, where a single channel is the fastest dim.
+    """
+    found, size = [0] * len(shape), 1
     for dim in sorted(range(len(shape)), key=lambda dim: (stride[dim], shape[dim])):
         if shape[dim] > 1 and stride[dim] != size:
             return contiguous_stride(shape)
+        found[dim] = size
         size *= max(shape[dim], 1)
-    return tuple(stride)
+    return tuple(found)

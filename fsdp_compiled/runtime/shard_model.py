@@ -63,7 +63,7 @@ def read_leaves(named: Named, optimizer: Optimizer | None, units: Iterable[str])
         shape, stride = tuple(part.shape), part.stride()
         if tp is not None and tp.uneven:
             shape, stride = tp.part_shape, contiguous_stride(tp.part_shape)
-        elif not part.is_contiguous() or 0 in shape:
+        else:
             stride = dense_stride(shape, stride)
         block = unit_of(called, units) if len(called) > 1 else block_of(called[0].rpartition(".")[0])
         found.append(

@@ -132,3 +132,14 @@ def test_a_step_that_leaves_its_loss_is_noticed() -> None:
 
 def _resident() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
+
+
+def test_weights_of_one_channel_last_in_memory_keep_their_strides() -> None:
+    torch.manual_seed(0)
+    first, by_channel = nn.Conv2d(1, 4, 2), nn.Conv2d(4, 4, 2, groups=4)
+    model = nn.Sequential(first, nn.ReLU(), by_channel).to(memory_format=torch.channels_last)
+    x = torch.randn(2, 1, 4, 5)
+    expected = model(x).square().mean()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    sharded = compile_sharded(model, optimizer, loss=lambda model, x: model(x).square().mean())
+    assert torch.allclose(sharded.step(x), expected)

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from fsdp_compiled.plan.leaf import Leaf, contiguous_stride
+from fsdp_compiled.plan.leaf import Leaf, contiguous_stride, dense_stride
 from fsdp_compiled.plan.make_plan import make_plan
 from fsdp_compiled.plan.plan import Buffer, Part, Slot
 from fsdp_compiled.plan.rows import lay_out_by_rows, own_rows, whole
@@ -101,3 +101,32 @@ def test_whole_parameters_are_put_together_of_chunks_of_any_dim(dim: int, ranks:
         assert torch.equal(whole(parts, leaf, ranks), values)
         other = whole(parts, replace(leaf, shard_dim=(dim + 1) % 3), ranks)
         assert torch.equal(other, values) == (ranks == 1)
+
+
+@pytest.mark.parametrize("kept", [True, False], ids=["in this order", "not dense in it"])
+@pytest.mark.parametrize(
+    ("shape", "strides"),
+    [
+        ((4, 3, 2, 2), ((12, 1, 6, 3), (12, 1, 6, 4))),
+        ((4, 1, 2, 2), ((4, 1, 2, 1), (4, 4, 2, 2))),  # one channel, channels last
+        ((4, 3, 1, 1), ((3, 1, 3, 3), (6, 1, 3, 3))),
+        ((1, 3, 1), ((3, 1, 3), (3, 2, 1))),
+        ((3, 1), ((1, 3), (2, 1))),
+        ((2, 1, 3), ((1, 2, 2), (3, 7, 2))),
+        ((2, 0, 3), ((1, 6, 2), (9, 9, 9))),
+        ((), ((), ())),
+    ],
+)
+def test_a_view_of_memory_has_the_strides_that_a_program_was_traced_with(
+    shape: tuple[int, ...], strides: tuple[tuple[int, ...], ...], kept: bool
+) -> None:
+    given = strides[0 if kept else 1]
+    (leaf,) = leaves([shape])
+    leaf = replace(leaf, stride=dense_stride(shape, given))
+    if kept:
+        assert leaf.stride == given
+    assert leaf.in_shape(torch.zeros(leaf.numel)).stride() == leaf.stride
+
+
+def test_a_stride_of_a_single_element_that_no_view_has_is_replaced() -> None:
+    assert dense_stride((2, 1, 3), (3, 7, 1)) == (3, 6, 1)
