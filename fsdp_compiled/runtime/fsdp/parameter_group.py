@@ -126,7 +126,7 @@ def part_of(flat: torch.Tensor, first: int, last: int, shape: Sequence[int]) -> 
     A DTensor reports its local tensor's offset as its own, but its own storage is empty. With another offset than zero,
     neither ``copy.deepcopy`` nor ``torch.save`` can read it.
     """
-    if flat.is_meta or first == last:
+    if flat.is_meta:
         return flat[first:last].view(shape)
     begin, size = flat.storage_offset(), flat.itemsize
     memory = flat.untyped_storage()[(begin + first) * size : (begin + last) * size]
