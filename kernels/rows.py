@@ -4,7 +4,8 @@
     join_rows([rows, ...] each, world)     -> [world, n]                 gradients into the buffer that is reduced
 
 Both are operators of PyTorch's that have a CUDA kernel for results that are given (``.out``). Without them,
-``split_with_sizes_copy`` is a copy for each parameter, and gradients are cast by a second pass over memory.
+``split_with_sizes_copy`` is a copy for each parameter, and gradients are cast by a second pass over memory. On a CPU it
+is a copy for each parameter in any case; there Inductor compiles `split_form` (`lower.partition`).
 """
 
 from __future__ import annotations
@@ -35,6 +36,11 @@ def _parts(parts: Tensor, sizes: Sequence[int]) -> list[Tensor]:
 def _joined(gradients: Sequence[Tensor], world: int, dtype: torch.dtype) -> Tensor:
     size = sum(-(-len(one) // world) * math.prod(one.shape[1:]) for one in gradients)
     return gradients[0].new_empty((world, size), dtype=dtype)
+
+
+def split_form(parts: Tensor, sizes: Sequence[int]) -> list[Tensor]:
+    """What compilers see in the place of `split_rows`."""
+    return [part.contiguous() for part in parts.split(sizes, 1)]
 
 
 _LIBRARY.define("split_rows(Tensor parts, int[] sizes) -> Tensor[]")

@@ -33,6 +33,7 @@ from torch.utils import _pytree as pytree
 from fsdp_compiled.capture import disk_cache
 from fsdp_compiled.capture.disk_cache import folder, settings
 from fsdp_compiled.ir.nodes import fake_mode
+from fsdp_compiled.kernels.rows import split_form
 from fsdp_compiled.kernels.scaled import TENSOR_FORMS
 from fsdp_compiled.lower.compiled_piece import Call, CompiledPiece
 from fsdp_compiled.lower.isa_probes import instructions, remembered, without_headers
@@ -58,6 +59,8 @@ PIECES = "pieces"  # in our part of the cache folder
 KNOWN = ("aten", "prims", "_c10d_functional", "fsdp_compiled", "fsdp_compiled_cpu")
 ITSELF = 20  # operators that take as long as the fixed cost of a piece, most of it its C++ compiler
 
+
+FORMS = {**TENSOR_FORMS, "split_rows": split_form}
 
 _compiled: WeakValueDictionary[str, CompiledPiece] = WeakValueDictionary()  # as long as a program uses them
 
@@ -168,7 +171,7 @@ def _unpack(content: bytes) -> CompiledArtifact:
 
 
 def _artifact(piece: Piece) -> Callable[..., Any]:
-    module = _expand(piece.graph_module(_without_host_reads))
+    module = _expand(piece.graph_module(_in_tensor_form))
     try:
         return compile_alone(module, examples(piece), dynamic_shapes="from_graph")
     except Exception as error:  # any error of an Inductor pass that needs a size and gets none
@@ -197,16 +200,16 @@ def examples(piece: Piece) -> list[Any]:
     return [fresh(node.meta["val"]) for node in piece.inputs]
 
 
-def _without_host_reads(node: fx.Node) -> None:
-    """Replaces operators that read a scalar on the host by their tensor forms."""
+def _in_tensor_form(node: fx.Node) -> None:
+    """Replaces an operator of this package by its tensor form, if it has one."""
     target = node.target
     if isinstance(target, torch._ops.OpOverload) and target.namespace == "fsdp_compiled":
-        node.target = TENSOR_FORMS.get(target._schema.name.removeprefix("fsdp_compiled::"), target)
+        node.target = FORMS.get(target._schema.name.removeprefix("fsdp_compiled::"), target)
 
 
 def _expand(module: fx.GraphModule) -> fx.GraphModule:
-    """Traces through the Python functions that `_without_host_reads` put in."""
-    if not any(node.target in TENSOR_FORMS.values() for node in module.graph.nodes):
+    """Traces through the Python functions that `_in_tensor_form` put in."""
+    if not any(node.target in FORMS.values() for node in module.graph.nodes):
         return module
     from torch.fx.experimental.proxy_tensor import make_fx
 

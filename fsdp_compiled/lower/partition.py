@@ -46,7 +46,10 @@ def segments(graph: fx.Graph, blocks: Collection[str] = ()) -> list[fx.Node | Pi
             cutter.add(node)
     found: list[fx.Node | Piece] = []
     for run in _whole(cutter):
-        if isinstance(run, fx.Node):
+        if isinstance(run, fx.Node) and _is_copied(run):
+            if run.target is split_rows:
+                found.append(Piece([run, *sorted(run.users, key=lambda part: part.args[1])]))
+        elif isinstance(run, fx.Node):
             found.append(run)
         elif _is_slight(run) or _rounds(run):
             found += run
@@ -55,6 +58,18 @@ def segments(graph: fx.Graph, blocks: Collection[str] = ()) -> list[fx.Node | Pi
             if piece.outputs or piece.writes:
                 found.append(piece)
     return found
+
+
+def _is_copied(node: fx.Node) -> bool:
+    """Whether the node splits rows of several parameters on a CPU, or is one of these: compiled as one, in the place of
+    a copy for each. On a GPU they are one kernel as they stand."""
+    source = node.args[0] if node.target is getitem else node
+    return (
+        isinstance(source, fx.Node)
+        and source.target is split_rows
+        and source.all_input_nodes[0].meta["val"].device.type == "cpu"
+        and len(source.users) > SHORT
+    )
 
 
 def _rounds(run: list[fx.Node]) -> bool:

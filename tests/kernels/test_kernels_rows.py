@@ -49,8 +49,9 @@ def test_each_is_one_operator_with_a_kernel_on_a_gpu() -> None:
 def test_numbers_are_those_of_a_copy_and_a_cast(dtype: torch.dtype) -> None:
     parts = torch.randn(WORLD, sum(WIDTHS[2:])).to(dtype)
     found = rows.split_rows(parts, WIDTHS[2:])
-    for one, other in zip(found, torch.split_with_sizes_copy(parts, WIDTHS[2:], 1), strict=True):
-        assert torch.equal(one, other) and one.is_contiguous()
+    compiled = rows.split_form(parts, WIDTHS[2:])
+    for one, form, other in zip(found, compiled, torch.split_with_sizes_copy(parts, WIDTHS[2:], 1), strict=True):
+        assert torch.equal(one, other) and torch.equal(form, other) and one.is_contiguous() and form.is_contiguous()
     gradients = [torch.randn(shape).to(dtype) for shape in ((9, 5), (7,), (3, 2, 2))]
     for wanted in (torch.float32, dtype):
         expected = torch._chunk_cat(gradients, 0, WORLD).to(wanted)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections import Counter
 from collections.abc import Collection, Sequence
+from operator import getitem
 from typing import Any
 
 import pytest
@@ -12,12 +13,14 @@ import torch
 import torch.nn.functional as F
 from hypothesis import HealthCheck, Phase, given, settings
 from torch import fx
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from bench import host_time
 from fsdp_compiled import Policy, Program, compile_sharded
 from fsdp_compiled.cli.gpt import GPT, GPTConfig
 from fsdp_compiled.ir.nodes import is_collective, is_view, mutated, role_of
+from fsdp_compiled.kernels.rows import split_rows
 from fsdp_compiled.lower import partition
 from fsdp_compiled.lower.inductor import divide
 from fsdp_compiled.lower.partition import segments
@@ -100,6 +103,29 @@ def test_a_piece_takes_and_gives_whole_tensors() -> None:
         assert any(
             node.meta["val"].numel() > FEW for node in piece.inputs if isinstance(node.meta["val"], torch.Tensor)
         )
+
+
+@pytest.mark.parametrize(("device", "parameters"), [("cpu", 3), ("cpu", 2), ("cuda", 3)])
+def test_rows_of_several_parameters_are_split_by_one_piece_on_a_cpu(device: str, parameters: int) -> None:
+    """Which is equal in forward and backward, whatever is used first; on a GPU it is one kernel as it stands."""
+    found = []
+    for order in (range(parameters), reversed(range(parameters))):
+        graph = fx.Graph()
+        full = graph.placeholder("full")
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            full.meta["val"] = torch.empty(2, 4 * parameters, device=device)
+            split = graph.call_function(split_rows, (full, [4] * parameters))
+            split.meta = {"val": split_rows(full.meta["val"], [4] * parameters), "phase": "forward"}
+        parts = [graph.call_function(getitem, (split, index)) for index in order]
+        for part in parts:
+            part.meta = {"val": split.meta["val"][part.args[1]], "phase": "forward"}  # type: ignore[index]
+        graph.output(tuple(parts))
+        found.append(segments(graph))
+    if (device, parameters) == ("cpu", 3):
+        assert [[type(one) for one in each] for each in found] == [[Piece]] * 2
+        assert found[0][0].key() == found[1][0].key() and len(found[0][0].outputs) == parameters  # type: ignore[union-attr]
+    else:
+        assert all(isinstance(one, fx.Node) for each in found for one in each) and len(found[0]) == 1 + parameters
 
 
 def test_collectives_keep_their_order() -> None:
