@@ -58,9 +58,8 @@ PIECES = "pieces"  # in our part of the cache folder
 # Namespaces of operators that belong to PyTorch or to this package.
 KNOWN = ("aten", "prims", "_c10d_functional", "fsdp_compiled", "fsdp_compiled_cpu")
 ITSELF = 20  # operators that take as long as the fixed cost of a piece, most of it its C++ compiler
+FORMS = {**TENSOR_FORMS, "split_rows": split_form}  # what is compiled in the place of this package's operators
 
-
-FORMS = {**TENSOR_FORMS, "split_rows": split_form}
 
 _compiled: WeakValueDictionary[str, CompiledPiece] = WeakValueDictionary()  # as long as a program uses them
 

@@ -142,7 +142,7 @@ class Leaf:
         contiguous = tuple(range(len(self.shape)))
         if self.stride == contiguous_stride(self.shape):
             return contiguous
-        return tuple(sorted(contiguous, key=lambda dim: (-self.stride[dim], -self.shape[dim])))
+        return memory_order(self.shape, self.stride)
 
     def chunk(self, ranks: int) -> tuple[int, ...]:
         """The shape of each rank's rows when ``torch.chunk`` deals them out, padding of the last ranks included."""
@@ -173,6 +173,11 @@ def contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
     return tuple(reversed(strides))
 
 
+def memory_order(shape: Sequence[int], stride: Sequence[int]) -> tuple[int, ...]:
+    """The dims as they lie in memory, the slowest first; of equal strides, the longer dim is the slower."""
+    return tuple(sorted(range(len(shape)), key=lambda dim: (-stride[dim], -shape[dim])))
+
+
 def dense_stride(shape: Sequence[int], stride: Sequence[int]) -> tuple[int, ...]:
     """These strides if they are a permutation of contiguous ones without gaps; otherwise the contiguous ones.
 
@@ -180,7 +185,7 @@ def dense_stride(shape: Sequence[int], stride: Sequence[int]) -> tuple[int, ...]
     were traced. The order is that of ``channels_last``, where a single channel is the fastest dim.
     """
     found, size = [0] * len(shape), 1
-    for dim in sorted(range(len(shape)), key=lambda dim: (stride[dim], shape[dim])):
+    for dim in reversed(memory_order(shape, stride)):
         if shape[dim] > 1 and stride[dim] != size:
             return contiguous_stride(shape)
         found[dim] = size

@@ -278,6 +278,26 @@ def test_what_is_not_supported_is_refused_by_name(what: Callable[[], Any], named
         what()
 
 
+class Counted(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(6, 6)
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return super().forward(x)
+
+
+def test_a_forward_that_fails_leaves_buffers_as_they_were() -> None:
+    model = fully_shard(Counted())
+    model(torch.ones(2, 6))
+    with pytest.raises(ValueError, match="failed while it was traced"):
+        model(torch.ones(2, 5))
+    assert model.calls == 1
+    model(torch.ones(2, 6))
+    assert model.calls == 2
+
+
 class Gated(nn.Module):
     """With gates of one element, which no shard holds."""
 
