@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import sys
 import types
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -38,12 +39,11 @@ from fsdp_compiled.capture.captured import (
     own,
 )
 from fsdp_compiled.capture.causal_masks import use_masks
-from fsdp_compiled.capture.dynamo_run import Trace
+from fsdp_compiled.capture.dynamo_run import Trace, closed, output_ports
 from fsdp_compiled.capture.global_modes import GlobalModes
 from fsdp_compiled.capture.guards import Recorder
 from fsdp_compiled.capture.model_collectives import name_axes, trace_differentiable
 from fsdp_compiled.capture.model_tensors import check_parameters, in_place, is_wrapped, places_of, put_back
-from fsdp_compiled.capture.output_ports import closed, output_ports, put_hooks
 from fsdp_compiled.capture.python_answers import Answers, noted
 from fsdp_compiled.capture.recurrent_layers import recurrent_layers_mended
 from fsdp_compiled.capture.side_effects import (
@@ -70,6 +70,7 @@ from fsdp_compiled.torch_private.names import uses
 
 log = logging.getLogger("fsdp_compiled")
 LOUD = ("torch._subclasses.fake_tensor", "torch._dynamo.metrics_context")  # of PyTorch's loggers
+OUTPUT_CAPTURING = "transformers.utils.output_capturing"
 
 
 def trace_whole(
@@ -220,7 +221,7 @@ def trace_whole(
         try:
             made = trace()
         except Exception as error:
-            if not put_hooks(objective.model, error):
+            if not _put_hooks(objective.model, error):
                 raise
             made = trace()
         try:
@@ -274,6 +275,23 @@ def _placed(parts: Parts) -> Parts:
             (tuple(f"model.{WRAPPED.sub('', name)}" for name in names), tp) for names, tp in parts.placements
         ),
     )
+
+
+def _put_hooks(model: nn.Module, error: Exception) -> bool:
+    """Installs hooks by which models of transformers collect some outputs of their layers (``output_router_logits``,
+    ``output_hidden_states``), if the trace failed where they would be installed; returns whether it installed any.
+
+    transformers (5.0 and later) installs them on the first call that wants such outputs, under a lock that Dynamo
+    cannot trace.
+    """
+    transformers = sys.modules.get(OUTPUT_CAPTURING)
+    if transformers is None or "_hook_installation_lock" not in str(error):
+        return False
+    found = [one for one in model.modules() if getattr(one, "_can_record_outputs", None)]
+    found = [one for one in found if not getattr(one, "_output_capturing_hooks_installed", False)]
+    for one in found:
+        transformers.maybe_install_capturing_hooks(one)
+    return bool(found)
 
 
 @contextlib.contextmanager

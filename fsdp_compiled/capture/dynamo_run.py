@@ -1,4 +1,7 @@
-"""One run of Dynamo: its graph of the objective, the port of each of the graph's inputs, and the program made of it."""
+"""One run of Dynamo: its graph of the objective, ports for what goes in and comes out, and the program made of it.
+
+A tensor that the traced function returned is the loss, aux, a result, or the new value of a buffer or a constant.
+"""
 
 from __future__ import annotations
 
@@ -13,10 +16,10 @@ import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
-from fsdp_compiled.capture.aot import CaptureError
+from fsdp_compiled.capture.aot import CaptureError, unwritable
 from fsdp_compiled.capture.blocks.repeats import differentiate
 from fsdp_compiled.capture.blocks.written_blocks import with_own_tensors
-from fsdp_compiled.capture.captured import CURE, Tensors
+from fsdp_compiled.capture.captured import CURE, Opaque, Tensors, inside
 from fsdp_compiled.capture.closure_values import Numbers
 from fsdp_compiled.capture.guards import Guards
 from fsdp_compiled.capture.model_collectives import without_derivatives
@@ -236,6 +239,80 @@ class Trace:
                     if isinstance(own, torch.SymInt) and own.node.expr == size.node.expr:
                         return Port("in", "size", port.name, dim=dim)
         raise CaptureError(f"{size} is a size that varies from call to call, and of no tensor of the batch.")
+
+
+def output_ports(
+    trace: Trace,
+    buffers: Mapping[str, torch.Tensor],
+    value: Any,
+    flat: list[Any],
+    replaced: Mapping[str, torch.Tensor],
+    kept: Mapping[str, Any],
+    gradient: bool,
+    opened: bool,
+) -> dict[int, Port]:
+    """The port of each result of the traced function, by its identity. Results without a port are not in the program.
+
+    ``opened``: whether tensors may be inside of objects; calls then return copies of these objects.
+    """
+    results = {id(result) for result in trace.results}
+    kind: PortKind = "aux" if gradient else "result"
+    ports: dict[int, Port] = {}
+    for index, leaf in enumerate(flat):
+        if id(leaf) in results:
+            ports[id(leaf)] = LOSS if gradient and leaf is value else Port("out", kind, str(index))
+        elif isinstance(leaf, NUMBERS):
+            raise CaptureError(
+                "What is returned holds a number that was worked out from a size that moves (Policy.dynamic). Return "
+                "it as a tensor, torch.tensor(number), or work it out outside."
+            )
+        elif opened and _open(leaf) and (found := list(inside(leaf))):
+            for place, tensor in enumerate(found):
+                if isinstance(tensor, torch.Tensor):
+                    _take_out(trace, ports, tensor, Port("out", kind, str(index), part=str(place)), results)
+        elif hidden := [name for name, value in vars(leaf).items() if id(value) in results] if _open(leaf) else []:
+            raise CaptureError(
+                f"A {type(leaf).__qualname__} was returned, which hides its tensors ({', '.join(hidden)}). Return "
+                "tensors in tuples, lists and dictionaries, or register the class with torch.utils._pytree."
+            )
+    for name, new in replaced.items():
+        before = buffers[name]
+        port = trace.ports[id(before)]
+        if port.kind != "buffer":
+            raise CaptureError(unwritable(port))
+        if before.shape != new.shape or before.dtype != new.dtype:
+            raise CaptureError(
+                f"Forward replaces {port}, {before.dtype} {list(before.shape)}, by a tensor of another kind, "
+                f"{new.dtype} {list(new.shape)}. A buffer keeps its shape and dtype."
+            )
+        ports[id(new)] = Port("out", "buffer", port.name)
+    for name, new in kept.items():
+        ports[id(new)] = Port("out", "constant", name)
+    return ports
+
+
+def closed(leaf: Any, trace: Trace) -> Any:
+    """A returned value that is no tensor: an `Opaque` if it has tensors inside, else the value as it is."""
+    if not trace.inside or not _open(leaf):
+        return leaf
+    ports = {id(tensor): trace.outputs[id(tensor)] for tensor in inside(leaf) if id(tensor) in trace.outputs}
+    return Opaque(leaf, ports) if ports else leaf
+
+
+def _take_out(trace: Trace, ports: dict[int, Port], tensor: torch.Tensor, port: Port, results: Collection[int]) -> None:
+    """Makes a tensor inside of a returned object a result of its own."""
+    if id(tensor) not in results:
+        raise CaptureError(
+            f"What is returned holds, inside of an object, a tensor of shape {list(tensor.shape)} that forward was "
+            "given or found, and did not compute. Return it in a tuple, list or dictionary, or a clone() of it."
+        )
+    if id(tensor) not in ports:
+        ports[id(tensor)] = port
+        trace.inside.add(id(tensor))
+
+
+def _open(leaf: Any) -> bool:
+    return not isinstance(leaf, torch.Tensor) and hasattr(leaf, "__dict__")
 
 
 def _read_off(node: fx.Node) -> fx.Node | None:

@@ -75,7 +75,7 @@ def test_losses_of_routers_are_trained(control: bool, monkeypatch: pytest.Monkey
     """transformers collects them by hooks, which it puts there when it is first asked for them."""
     pytest.importorskip("transformers")
     if control:
-        monkeypatch.setattr(dynamo, "put_hooks", lambda *_: False)
+        monkeypatch.setattr(dynamo, "_put_hooks", lambda *_: False)
     plain = huggingface.build("Mixtral")
     plain.config.output_router_logits, plain.router_aux_loss_coef = True, 0.5
     model, loop = copy.deepcopy(plain), fully_shard(copy.deepcopy(plain))
