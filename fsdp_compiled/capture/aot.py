@@ -17,7 +17,7 @@ import torch
 from torch import fx
 
 from fsdp_compiled.capture.folded_views import DETACH, fold_views
-from fsdp_compiled.capture.recurrent_layers import misread_layers
+from fsdp_compiled.capture.mended_layers import misread_layers
 from fsdp_compiled.capture.source_lines import is_backward, path_of, stretch_of, user_line
 from fsdp_compiled.ir.nodes import Phase, fake_mode, fake_tensor
 from fsdp_compiled.ir.program import Port, Program

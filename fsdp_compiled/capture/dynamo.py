@@ -38,14 +38,13 @@ from fsdp_compiled.capture.captured import (
     find_loss,
     own,
 )
-from fsdp_compiled.capture.causal_masks import use_masks
 from fsdp_compiled.capture.dynamo_run import Trace, closed, output_ports
 from fsdp_compiled.capture.global_modes import GlobalModes
 from fsdp_compiled.capture.guards import Recorder
+from fsdp_compiled.capture.mended_layers import recurrent_layers_mended, use_masks
 from fsdp_compiled.capture.model_collectives import name_axes, trace_differentiable
 from fsdp_compiled.capture.model_tensors import check_parameters, in_place, is_wrapped, places_of, put_back
 from fsdp_compiled.capture.python_answers import Answers, noted
-from fsdp_compiled.capture.recurrent_layers import recurrent_layers_mended
 from fsdp_compiled.capture.side_effects import (
     WRAPPED,
     SideEffects,

@@ -94,7 +94,7 @@ def test_dropout_between_layers_is_that_of_eager(kind: type[nn.RNNBase], options
 
 
 def test_pytorchs_decomposition_leaves_the_dropout_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The control; where it fails, PyTorch has mended it and `capture/recurrent_layers.py` may go."""
+    """The control; where it fails, PyTorch has mended it and `capture/mended_layers.py` may go."""
     monkeypatch.setattr(dynamo, "recurrent_layers_mended", nullcontext)
     found, expected = losses(nn.GRU, {})
     assert found != pytest.approx(expected, abs=1e-3)

@@ -1,10 +1,16 @@
-"""Two faults of PyTorch's decomposition of RNN, LSTM and GRU, ``torch._decomp.decompositions._rnn_helper``.
+"""Layers of PyTorch's that a trace would take for others than they are, or could not go through, and what mends them.
+
+Two faults of the decomposition of RNN, LSTM and GRU, ``torch._decomp.decompositions._rnn_helper``:
 
 - It leaves out dropout between layers (torch 2.11 to 2.14): it checks ``num_layers < i - 1``, which is false for every
   layer ``i``. While a step is traced, layers are passed to it one by one, with `torch.dropout` between them, as the
   kernels in eager PyTorch do it.
 - It gives the last states of an LSTM one dim too many (torch 2.11 and 2.12): [layers, 1, rows, features]. They are
   viewed in the shape of the given states.
+
+Masks that are given to `nn.Transformer`, its encoder and its decoder: where ``is_causal`` is left out, PyTorch compares
+the mask with the causal one, and reads the answer, which a program cannot. In a trace the answer is no: the mask is
+then used as it is, and the result differs by rounding at most.
 """
 
 from __future__ import annotations
@@ -18,9 +24,10 @@ from torch import fx
 from torch.utils import _pytree as pytree
 
 from fsdp_compiled.capture.source_lines import user_line
-from fsdp_compiled.torch_private.names import replaced, uses
+from fsdp_compiled.torch_private.names import find, replaced, substitute, uses
 
-NAME = "torch._decomp.decompositions._rnn_helper"
+RECURRENT = "torch._decomp.decompositions._rnn_helper"
+CAUSAL = "torch.nn.modules.transformer._detect_is_causal_mask"
 
 
 def misread_layers(graph: fx.Graph) -> str | None:
@@ -46,7 +53,13 @@ def misread_layers(graph: fx.Graph) -> str | None:
 
 def recurrent_layers_mended() -> AbstractContextManager[None]:
     """Inside, the decompositions of recurrent layers have their dropout."""
-    return replaced("dropout of recurrent layers", (NAME, _layers))
+    return replaced("dropout of recurrent layers", (RECURRENT, _layers))
+
+
+def use_masks() -> None:
+    """From now on Dynamo traces `_is_causal` in the place of PyTorch's comparison of masks."""
+    if uses("causal masks"):
+        substitute(find(CAUSAL), _is_causal)
 
 
 def _layers(
@@ -80,3 +93,7 @@ def _layers(
 
 def _like(state: torch.Tensor, given: torch.Tensor) -> torch.Tensor:
     return state if state.shape == given.shape else state.view(given.shape)
+
+
+def _is_causal(mask: Any, is_causal: bool | None = None, size: int | None = None) -> bool:
+    return is_causal is True
