@@ -22,7 +22,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from fsdp_compiled.capture import object_identity, random_calls, unknown_reads
+from fsdp_compiled.capture import object_identity
 from fsdp_compiled.capture.absent_names import failed_lookups
 from fsdp_compiled.capture.aot import CaptureError
 from fsdp_compiled.capture.batch_changes import contents, left
@@ -45,6 +45,7 @@ from fsdp_compiled.capture.mended_layers import recurrent_layers_mended, use_mas
 from fsdp_compiled.capture.model_collectives import name_axes, trace_differentiable
 from fsdp_compiled.capture.model_tensors import check_parameters, in_place, is_wrapped, places_of, put_back
 from fsdp_compiled.capture.python_answers import Answers, noted
+from fsdp_compiled.capture.refusals import refused
 from fsdp_compiled.capture.side_effects import (
     WRAPPED,
     SideEffects,
@@ -321,9 +322,8 @@ def _dynamo(asked: set[str]) -> Iterator[None]:
         with (
             torch.compiler.set_stance("default"),
             config.patch(wanted),
-            random_calls.refused(),
             recurrent_layers_mended(),
-            unknown_reads.refused(asked),
+            refused(asked),
             object_identity.asked_again(),
             object_identity.asked_of_lists(),
         ):

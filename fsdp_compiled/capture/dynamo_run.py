@@ -25,11 +25,10 @@ from fsdp_compiled.capture.guards import Guards
 from fsdp_compiled.capture.model_collectives import without_derivatives
 from fsdp_compiled.capture.model_tensors import Place, is_wrapped
 from fsdp_compiled.capture.mutations import Mutations
-from fsdp_compiled.capture.random_calls import seeding
+from fsdp_compiled.capture.refusals import check_graphs, seeding
 from fsdp_compiled.capture.side_effects import WRAPPED, Meaning, SideEffects
 from fsdp_compiled.capture.source_lines import cure, user_line
 from fsdp_compiled.capture.tensor_parallel import Layout, is_mesh
-from fsdp_compiled.capture.unknown_reads import check_graphs
 from fsdp_compiled.ir.program import LOSS, Port, PortKind, Program
 from fsdp_compiled.plan.leaf import check_class
 from fsdp_compiled.torch_private.dynamo import TracingContext, tracing

@@ -26,7 +26,7 @@ from unittest.mock import patch
 
 import torch
 
-from fsdp_compiled.capture.unknown_reads import refuse
+from fsdp_compiled.capture.refusals import refuse
 from fsdp_compiled.torch_private.dynamo import (
     AttrSource,
     ConstantVariable,

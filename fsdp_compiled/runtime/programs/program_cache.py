@@ -25,7 +25,7 @@ import torch
 from fsdp_compiled.capture import global_modes
 from fsdp_compiled.capture.captured import batch_tensors
 from fsdp_compiled.capture.dynamic_shapes import layout, sizes_of, traceable
-from fsdp_compiled.capture.unknown_reads import check_attributes
+from fsdp_compiled.capture.refusals import check_attributes
 from fsdp_compiled.distributed.mesh import from_first
 from fsdp_compiled.optim.rule import Rule
 from fsdp_compiled.runtime.module_buffers import ModuleBuffers

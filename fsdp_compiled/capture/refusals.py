@@ -1,16 +1,22 @@
-"""Refuses reads of a tensor that a trace cannot answer as the call would.
+"""Refuses what a trace would answer otherwise than the call, without an error. The message has the user's line.
 
-While it traces, Dynamo has fake tensors in the place of the tensors. They have no gradient, no version, no base and
-none of the user's attributes, and a number that is formatted into a string becomes the name of a symbol. Most of these
-reads end in an error of Dynamo's own. This file refuses those that would get a wrong answer without an error; the
-message has the user's line. Written for torch 2.11 to 2.14.
+*Reads of a tensor.* While it traces, Dynamo has fake tensors in the place of the tensors. They have no gradient, no
+version, no base and none of the user's attributes, and a number that is formatted into a string becomes the name of a
+symbol. Most of these reads end in an error of Dynamo's own; those that would get a wrong answer are refused here.
+
+*Random numbers.* A program draws with PyTorch's operators from PyTorch's default generator. Dynamo would trace more: it
+makes constants of the numbers that `random` draws, turns NumPy's functions into PyTorch's, with a different random
+stream, and leaves out calls of `torch.seed`. In each case the numbers would differ from eager PyTorch's.
+
+*Graphs*: a loss, and an ``autograd.Function``, of which a trace has another meaning (`check_graphs`). Written for torch
+2.11 to 2.14.
 """
 
 from __future__ import annotations
 
 import types
-from collections.abc import Collection, Iterable, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -18,21 +24,48 @@ from torch import fx
 
 from fsdp_compiled.capture.aot import CaptureError
 from fsdp_compiled.capture.source_lines import user_line
-from fsdp_compiled.torch_private.dynamo import ConstantVariable, UserError, UserErrorType
-from fsdp_compiled.torch_private.names import TABLE, replaced
+from fsdp_compiled.torch_private.dynamo import ConstantVariable, UserError, UserErrorType, config
+from fsdp_compiled.torch_private.names import TABLE, has, replaced
 
 NEVER = {
     "_version": "how often a tensor was written",
     "_base": "which tensor another is a view of",
 }
+SEEDING = ("torch.random", "torch.cuda.random")
 
 
 def refuse(what: str) -> None:
     raise UserError(UserErrorType.ANTI_PATTERN, what)
 
 
-def refused(asked: set[str]) -> AbstractContextManager[None]:
-    """Inside, Dynamo raises for such reads. ``asked`` takes in the names of attributes that are not PyTorch's."""
+@contextmanager
+def refused(asked: set[str]) -> Iterator[None]:
+    """Inside, Dynamo raises for such reads, and for such draws. ``asked`` takes in the names of attributes that are not
+    PyTorch's."""
+    with _draws_refused(), _reads_refused(asked):
+        yield
+
+
+@contextmanager
+def _draws_refused() -> Iterator[None]:
+    """Inside, Dynamo raises for a call of a random function of `random`, a ``random.Random`` or NumPy."""
+    others = [(name, _refuse_draw) for name in filter(has, TABLE["random calls"].names[0].split("|"))]
+    with config.patch(use_numpy_random_stream=True), replaced("random calls", *others):
+        yield
+
+
+def _refuse_draw(_draw: Any, _tx: Any, function: Callable[..., Any], *_: Any) -> Any:
+    name = getattr(function, "__name__", "")
+    called = "a random.Random" if name == "call_random_meth" else f"random.{name}"
+    refuse(f"{called} draws from a generator of Python's; a program would repeat what it drew when it was traced.")
+
+
+def seeding(graph: fx.Graph) -> fx.Node | None:
+    """The first call that seeds a generator or saves its state, which a program would leave out."""
+    return next((node for node in graph.nodes if getattr(node.target, "__module__", None) in SEEDING), None)
+
+
+def _reads_refused(asked: set[str]) -> AbstractContextManager[None]:
     known = {*dir(torch.Tensor), *dir(torch.nn.Parameter)}
     of_tensors, of_storages, _, of_texts, *_ = TABLE["unknown reads"].names
 
