@@ -12,8 +12,8 @@ import fsdp_compiled.capture.cache_folder  # noqa: F401  before anything that im
 if TYPE_CHECKING:
     from fsdp_compiled.api import compile_sharded as compile_sharded
     from fsdp_compiled.capture.aot import CaptureError as CaptureError
-    from fsdp_compiled.capture.sequence_attention import SequenceAttention as SequenceAttention
-    from fsdp_compiled.capture.sequence_attention import stretch as stretch
+    from fsdp_compiled.capture.layers_across_ranks import SequenceAttention as SequenceAttention
+    from fsdp_compiled.capture.layers_across_ranks import stretch as stretch
     from fsdp_compiled.distributed.mesh import RankError as RankError
     from fsdp_compiled.ir.form import ProgramError as ProgramError
     from fsdp_compiled.ir.program import Port as Port
@@ -57,7 +57,7 @@ _MODULES = {  # where each is; what a type checker reads above says the same
     "Program": "ir.program",
     "ProgramError": "ir.form",
     "RankError": "distributed.mesh",
-    "SequenceAttention": "capture.sequence_attention",
+    "SequenceAttention": "capture.layers_across_ranks",
     "Sharded": "runtime.sharded",
     "State": "runtime.state",
     "UnshardHandle": "runtime.fsdp.fully_shard",
@@ -67,7 +67,7 @@ _MODULES = {  # where each is; what a type checker reads above says the same
     "load_bundle": "lower.bundle",
     "register_fsdp_forward_method": "runtime.fsdp.fully_shard",
     "simulate": "runtime.simulate",
-    "stretch": "capture.sequence_attention",
+    "stretch": "capture.layers_across_ranks",
 }
 
 __all__ = list(_MODULES)

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from fsdp_compiled import SequenceAttention
-from fsdp_compiled.capture.sequence_attention import part_of
+from fsdp_compiled.capture.layers_across_ranks import part_of
 from tests.cut_models import sgd
 
 VOCABULARY, WIDTH, HEAD, TIME, STEPS = 17, 16, 4, 16, 3

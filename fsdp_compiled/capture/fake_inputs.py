@@ -19,12 +19,11 @@ from fsdp_compiled.capture.aot import CaptureError
 from fsdp_compiled.capture.captured import Capture, Tensors, batch_tensors
 from fsdp_compiled.capture.dynamic_shapes import Sizes, moving
 from fsdp_compiled.capture.global_modes import GlobalModes
+from fsdp_compiled.capture.layers_across_ranks import along_sequences, synchronised
 from fsdp_compiled.capture.model_tensors import check_wrapped, is_wrapped, named_parameters, notes_on, wrapped_fake
 from fsdp_compiled.capture.plain_way import capture
 from fsdp_compiled.capture.refusals import check_attributes
-from fsdp_compiled.capture.sequence_attention import along_sequences
 from fsdp_compiled.capture.side_effects import inside
-from fsdp_compiled.capture.sync_batchnorm import synchronised
 from fsdp_compiled.capture.tensor_parallel import parts_of
 from fsdp_compiled.capture.user_errors import own_exception
 from fsdp_compiled.ir.nodes import fake_tensor

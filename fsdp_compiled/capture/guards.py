@@ -50,10 +50,10 @@ from torch import nn
 
 from fsdp_compiled.capture.absent_names import AbsentNames, is_empty
 from fsdp_compiled.capture.closure_values import Closed
+from fsdp_compiled.capture.layers_across_ranks import SequenceAttention
 from fsdp_compiled.capture.model_tensors import is_wrapped
 from fsdp_compiled.capture.object_identity import EqualValues, KeyOrders, has_equals, has_order, has_text, makes_texts
 from fsdp_compiled.capture.python_answers import SIGNATURE, Answers, Asked
-from fsdp_compiled.capture.sequence_attention import SequenceAttention
 from fsdp_compiled.capture.side_effects import unwrapped
 from fsdp_compiled.capture.traced_functions import HOOKS, Hooks, Methods, is_ours
 from fsdp_compiled.torch_private.dynamo import cache_entries, closure_vars

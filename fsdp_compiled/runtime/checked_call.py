@@ -10,8 +10,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from fsdp_compiled.capture.sequence_attention import SequenceAttention, check_attention
-from fsdp_compiled.capture.sync_batchnorm import check_norms
+from fsdp_compiled.capture.layers_across_ranks import SequenceAttention, check_attention, check_norms
 from fsdp_compiled.distributed.mesh import Mesh
 from fsdp_compiled.kernels.products import widening
 from fsdp_compiled.lower.fusions import check_names

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from fsdp_compiled import Policy, SequenceAttention, compile_sharded
-from fsdp_compiled.capture.sequence_attention import part_of
+from fsdp_compiled.capture.layers_across_ranks import part_of
 from fsdp_compiled.ir.nodes import is_collective
 from tests.long_sequences import Long, eager, loss, sgd, spread
 from tests.simulate import simulate, stages

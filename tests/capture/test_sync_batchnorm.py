@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed._local_tensor import LocalTensor, LocalTensorMode
 
 from fsdp_compiled import Policy, compile_sharded
-from fsdp_compiled.capture.sync_batchnorm import check_norms, joint_moments
+from fsdp_compiled.capture.layers_across_ranks import check_norms, joint_moments
 from fsdp_compiled.ir.nodes import is_collective
 from tests.chosen import chosen
 from tests.simulate import Batch, ranks, simulate, stages
