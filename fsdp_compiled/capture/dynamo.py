@@ -23,7 +23,6 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from fsdp_compiled.capture import object_identity
-from fsdp_compiled.capture.absent_names import failed_lookups
 from fsdp_compiled.capture.aot import CaptureError
 from fsdp_compiled.capture.batch_changes import contents, left
 from fsdp_compiled.capture.blocks.repeated_calls import Repeats
@@ -41,6 +40,7 @@ from fsdp_compiled.capture.captured import (
 from fsdp_compiled.capture.dynamo_run import Trace, closed, output_ports
 from fsdp_compiled.capture.global_modes import GlobalModes
 from fsdp_compiled.capture.guards import Recorder
+from fsdp_compiled.capture.looked_up_names import failed_lookups
 from fsdp_compiled.capture.mended_layers import recurrent_layers_mended, use_masks
 from fsdp_compiled.capture.model_collectives import name_axes, trace_differentiable
 from fsdp_compiled.capture.model_tensors import check_parameters, in_place, is_wrapped, places_of, put_back

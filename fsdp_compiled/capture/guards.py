@@ -19,16 +19,16 @@ of it. This file keeps these guards, except those that the package checks in ano
   AUTOGRAD_SAVED_TENSORS_HOOKS): a capture sets its own modes around the trace. The key of a program has the caller's
   modes that matter.
 - *Empty dictionaries of hooks* (EMPTY_NN_MODULE_HOOKS_DICT): six a module, whose check would take longer than all the
-  rest. `traced_functions.Hooks` checks them only after PyTorch has counted a new hook.
+  rest. `looked_up_names.Hooks` checks them only after PyTorch has counted a new hook.
 - *Tables of parameters* (``module._parameters``) of a model that was taken over: `runtime.managed_model` compares every
   entry of them at every call, and refuses any change. They have half of all guards.
 - *Functions of this package*, which the trace passes through, and *modules of Python's and PyTorch's own library* that
   have two names (DUPLICATE_INPUT, ID_MATCH): the user changes neither.
 
 Dynamo has no guards for the following, so this package checks them itself: the methods of classes that the trace went
-through, and global hooks of modules (`traced_functions`); an object that both an argument and a global lead to, the
+through, and global hooks of modules (`looked_up_names`); an object that both an argument and a global lead to, the
 order of an `OrderedDict`, and which of two equal values it was, 0.0 or -0.0 (`object_identity`); that names which the
-trace did not find, or for which it called `__getattr__`, are still absent (`absent_names`); and what the trace asked of
+trace did not find, or for which it called `__getattr__`, are still absent (`AbsentNames`); and what the trace asked of
 two objects, of caches, loggers and the interpreter (`python_answers`).
 
 Written for torch 2.11 to 2.14, where guards, the filter for them and the manager that checks them have the same form.
@@ -48,14 +48,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from fsdp_compiled.capture.absent_names import AbsentNames, is_empty
 from fsdp_compiled.capture.closure_values import Closed
 from fsdp_compiled.capture.layers_across_ranks import SequenceAttention
+from fsdp_compiled.capture.looked_up_names import HOOKS, AbsentNames, Hooks, Methods, is_empty, is_ours
 from fsdp_compiled.capture.model_tensors import is_wrapped
 from fsdp_compiled.capture.object_identity import EqualValues, KeyOrders, has_equals, has_order, has_text, makes_texts
 from fsdp_compiled.capture.python_answers import SIGNATURE, Answers, Asked
 from fsdp_compiled.capture.side_effects import unwrapped
-from fsdp_compiled.capture.traced_functions import HOOKS, Hooks, Methods, is_ours
 from fsdp_compiled.torch_private.dynamo import cache_entries, closure_vars
 
 ELSEWHERE = {

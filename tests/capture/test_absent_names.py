@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from fsdp_compiled import CaptureError, Policy, compile_sharded, fully_shard
-from fsdp_compiled.capture.absent_names import AbsentNames
+from fsdp_compiled.capture.looked_up_names import AbsentNames
 
 TABLE: dict[str, float] = {}
 ORDERED: OrderedDict[str, float] = OrderedDict()

@@ -12,8 +12,7 @@ import torch
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
-from fsdp_compiled.capture.absent_names import AbsentNames, looks_elsewhere
-from fsdp_compiled.capture.traced_functions import Methods
+from fsdp_compiled.capture.looked_up_names import AbsentNames, Methods, looks_elsewhere
 from tests.changes import beside
 
 

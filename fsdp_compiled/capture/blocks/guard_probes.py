@@ -11,10 +11,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from fsdp_compiled.capture.absent_names import looks_elsewhere
 from fsdp_compiled.capture.blocks.block_calls import BLOCK, BlockCall, Unlike, moved, plain
 from fsdp_compiled.capture.closure_values import layout_of
 from fsdp_compiled.capture.guards import plain_names
+from fsdp_compiled.capture.looked_up_names import looks_elsewhere
 from fsdp_compiled.torch_private.dynamo import ChainedSource, Guard, LocalSource, Source
 
 HOOKS = (
