@@ -17,7 +17,7 @@ from torch import fx
 from torch.utils import _pytree as pytree
 
 from fsdp_compiled.capture.aot import CaptureError, unwritable
-from fsdp_compiled.capture.blocks.repeats import differentiate
+from fsdp_compiled.capture.blocks.equal_stretches import differentiate
 from fsdp_compiled.capture.blocks.written_blocks import with_own_tensors
 from fsdp_compiled.capture.captured import CURE, Opaque, Tensors, inside
 from fsdp_compiled.capture.closure_values import Numbers

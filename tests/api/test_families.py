@@ -16,7 +16,7 @@ from torch import nn
 
 from fsdp_compiled import Policy, Sharded, compile_sharded
 from fsdp_compiled.capture import dynamo
-from fsdp_compiled.capture.blocks import equal_blocks, repeated_calls, repeats
+from fsdp_compiled.capture.blocks import equal_blocks, equal_stretches, repeated_calls
 from fsdp_compiled.capture.blocks.repeated_calls import Repeats
 from fsdp_compiled.torch_private.names import plainly
 from tests import huggingface
@@ -70,7 +70,7 @@ def test_the_program_is_that_of_all_blocks(name: str, monkeypatch: pytest.Monkey
         return runs
 
     monkeypatch.setattr(dynamo, "Repeats", watching)
-    monkeypatch.setattr(repeats, "runs_of", finding)
+    monkeypatch.setattr(equal_stretches, "runs_of", finding)
     model = built(name, layers, monkeypatch)
     full, slow, eager = copy.deepcopy(model), copy.deepcopy(model), copy.deepcopy(model)
     torch.manual_seed(0)

@@ -12,7 +12,7 @@ from torch import nn
 
 from fsdp_compiled import Policy, compile_sharded
 from fsdp_compiled.capture import aot, dynamo_run
-from fsdp_compiled.capture.blocks import equal_blocks, repeats
+from fsdp_compiled.capture.blocks import equal_blocks, equal_stretches
 from fsdp_compiled.ir.program import Program
 from tests.equal_models import LAYERS, WIDTH, Model, TwoLists, loss, program_of
 
@@ -36,7 +36,7 @@ def differentiated(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[Any]]:
 
     def both(*given: Any) -> Any:
         seen["runs"].append([len(run.stretches) for run in equal_blocks.runs_of(*given[:3])])
-        found = repeats.differentiate(*given)
+        found = equal_stretches.differentiate(*given)
         seen["short"].append(everything(found.program))
         seen["whole"].append(everything(whole(*given).program))
         return found
