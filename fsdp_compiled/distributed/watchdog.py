@@ -14,38 +14,53 @@ sleeps beside the rank, and looks there once a call has lasted longer than `PATI
 Each rank watches the next one, so every rank is watched. A rank that is late or slow gives signs of life, and is waited
 for until the process group's timeout.
 
-The thread leaves the reason on the board and closes the connections to the other ranks (`connections`). What waits for
-these then fails on all ranks, as if a rank had died, and each rank raises the reason as its error. If that does not end
-the call (NCCL's kernels wait on the device), the thread does what NCCL's watchdog does: it says why, and ends the
-process. NCCL's own does not: it knows nothing of the collectives that a CUDA graph replays.
+The thread leaves the reason on the board and closes the connections to the other ranks. What waits for these then fails
+on all ranks, as if a rank had died, and each rank raises the reason as its error. If that does not end the call (NCCL's
+kernels wait on the device), the thread does what NCCL's watchdog does: it says why, and ends the process. NCCL's own
+does not: it knows nothing of the collectives that a CUDA graph replays.
 
 The store itself may be gone, with rank 0 or with torchrun's agent. Then no rank can tell another anything, and no call
 can begin. A call that does not end within `GRACE` waits for what will not come, so the process ends there, too. If the
 store's process hangs, or a cable was pulled, the store is not gone. It only never answers, and whoever asks it waits. A
 second thread, which asks nothing, closes the connection after `SILENCE`. A call that was given to a GPU is over when
 the GPU has done it.
+
+**Connections.** Gloo has no other way to end a collective that waits: `abort` returns and leaves it waiting (torch 2.11
+and 2.13), and a process group may only be destroyed by the thread that waits. But its connections are TCP sockets of
+this process, and a shut down socket is what a dead peer looks like: an error, at once, at both ends.
+
+Both ends can tell which sockets those are: a connection between two ranks has the same two addresses on both, the other
+way round. Nothing else is touched, not even the store, where the ranks read the reason. Sockets that are only looked at
+do not change either. If the script has set ``socket.setdefaulttimeout``, Python makes each socket that it is given
+non-blocking, for all who hold it, unless it is told that the socket is so already.
 """
 
 from __future__ import annotations
 
+import json
 import math
 import os
+import socket
+import stat
 import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import closing, suppress
 from dataclasses import dataclass, field
 
+import torch.distributed as dist
+
 from fsdp_compiled.distributed.call_store import CLOSED, MEETS, Board, Posted, Row, StoreError, different
-from fsdp_compiled.distributed.connections import Ends, connections, cut, cut_from_store, read, store_port, written
 
 BEAT = 2.0  # seconds between two signs of life
 SILENCE = 60.0  # seconds without one after which a rank is given up
 PATIENCE = 10.0  # seconds that a call lasts before anybody wonders
 HEARING = 2.0  # seconds after which a rank asks whether another one has left
 GRACE = 5.0  # seconds for an error to come out of a call whose connections are closed
+Ends = tuple[str, int, str, int]  # address and port, here and there
+AS_IT_IS = socket.SOCK_STREAM | getattr(socket, "SOCK_NONBLOCK", 0)  # the type of a socket that Python leaves alone
 
 
 @dataclass(eq=False)
@@ -125,14 +140,14 @@ class Watchdog:
             self._tell_connections()
             for rank in range(self._board.world):
                 if rank != self._board.rank:
-                    cut(read(self._board.get(f"{rank}/connections") or "[]"))
+                    cut(read_ends(self._board.get(f"{rank}/connections") or "[]"))
 
     def _tell_connections(self) -> None:
         now = connections(store_port(self._board.store))
         if now != self._told:  # groups were made since
             self._told = now
             self._ever |= now
-            self._board.set(f"{self._board.rank}/connections", written(now))
+            self._board.set(f"{self._board.rank}/connections", ends_written(now))
 
     def _run(self) -> None:
         try:
@@ -210,7 +225,7 @@ class Watchdog:
         if not self._cuts:
             return None
         self._tell_connections()
-        theirs = read(self._board.get(f"{self._next}/connections") or "[]")
+        theirs = read_ends(self._board.get(f"{self._next}/connections") or "[]")
         common = {(there, other, here, port) for here, port, there, other in theirs} & self._ever
         if not common or common & self._told or self._has_come(running):
             return None
@@ -256,7 +271,7 @@ class Watchdog:
             if self._cuts:
                 offset = offset % (board.world - 1) + 1
                 theirs = board.get(f"{(board.rank + offset) % board.world}/connections")
-                cut(read(theirs or "[]"))
+                cut(read_ends(theirs or "[]"))
             if self._stop.wait(0.02) or self._underway is not running:
                 return
         board.end(running.call.number)
@@ -267,3 +282,74 @@ class Watchdog:
         stack = "".join(traceback.format_stack(place)) if place is not None else ""
         print(f"Rank {self._board.rank} waits here:\n{stack}RankError: {reason}", file=sys.stderr, flush=True)
         os._exit(1)
+
+
+def store_port(store: dist.Store) -> int | None:
+    """Where the store listens, if it does."""
+    while isinstance(store, dist.PrefixStore):
+        store = store.underlying_store
+    return store.port if isinstance(store, dist.TCPStore) else None
+
+
+def connections(but: int | None) -> set[Ends]:
+    """The ends of this process's TCP connections, without those of this port."""
+    found = set()
+    for connection, ends in _sockets():
+        with closing(connection):
+            if but not in (ends[1], ends[3]):
+                found.add(ends)
+    return found
+
+
+def ends_written(ends: set[Ends]) -> str:
+    """The ends as JSON, for `read_ends`."""
+    return json.dumps(sorted(ends))
+
+
+def read_ends(text: str) -> set[Ends]:
+    """The ends that another rank has written."""
+    return {tuple(ends) for ends in json.loads(text)}
+
+
+def cut(theirs: set[Ends]) -> int:
+    """Shuts down the connections to the rank that has these ends; returns how many there were."""
+    return _shut_down(lambda here, port, there, other: (there, other, here, port) in theirs)
+
+
+def cut_from_store(listens: int) -> int:
+    """Shuts down this process's connections to the store that listens at this port."""
+    return _shut_down(lambda here, port, there, other: other == listens)
+
+
+def _shut_down(which: Callable[[str, int, str, int], bool]) -> int:
+    count = 0
+    for connection, ends in _sockets():
+        with closing(connection):
+            if which(*ends):
+                with suppress(OSError):  # closed meanwhile
+                    connection.shutdown(socket.SHUT_RDWR)
+                    count += 1
+    return count
+
+
+def _sockets() -> Iterator[tuple[socket.socket, Ends]]:
+    """Each connected TCP socket, as another handle on it that has to be closed, and its ends."""
+    try:
+        names = os.listdir("/dev/fd")
+    except OSError:
+        return
+    for name in names:
+        with suppress(OSError):  # not connected, or closed meanwhile
+            if not stat.S_ISSOCK(os.fstat(int(name)).st_mode):
+                continue
+            connection = socket.socket(-1, AS_IT_IS, fileno=os.dup(int(name)))
+            try:
+                here, there = connection.getsockname(), connection.getpeername()
+                kind = connection.getsockopt(socket.SOL_SOCKET, socket.SO_TYPE)
+            except OSError:
+                connection.close()
+                continue
+            if connection.family in (socket.AF_INET, socket.AF_INET6) and kind == socket.SOCK_STREAM:
+                yield connection, (here[0], here[1], there[0], there[1])
+            else:
+                connection.close()

@@ -18,9 +18,8 @@ import torch.distributed as dist
 from fsdp_compiled.distributed import call_log, watchdog
 from fsdp_compiled.distributed.call_log import Calls, _finish
 from fsdp_compiled.distributed.call_store import MEETS, Board, Posted
-from fsdp_compiled.distributed.connections import connections, cut
 from fsdp_compiled.distributed.mesh import Mesh, RankError
-from fsdp_compiled.distributed.watchdog import Watchdog
+from fsdp_compiled.distributed.watchdog import Watchdog, connections, cut
 from fsdp_compiled.ir.program import SILENT
 
 CLOSED = RuntimeError("[pair.cc] Connection closed by peer")
