@@ -25,8 +25,7 @@ from fsdp_compiled.capture.side_effects import some
 from fsdp_compiled.distributed import network
 from fsdp_compiled.distributed.call_log import Calls
 from fsdp_compiled.distributed.device_mesh import connect
-from fsdp_compiled.distributed.lockstep import Work, lockstep
-from fsdp_compiled.distributed.mesh import Mesh, agree
+from fsdp_compiled.distributed.mesh import Mesh, Work, agree, lockstep
 from fsdp_compiled.optim.given_optimizer import members, numbered, unwrapped
 from fsdp_compiled.optim.hyperparameters import Hyperparameters
 from fsdp_compiled.optim.rule import Rule, described

@@ -23,7 +23,6 @@ from fsdp_compiled.distributed.call_store import (
     different,
     times,
 )
-from fsdp_compiled.distributed.watchdog import read_ends
 
 ADDRESS = re.compile(r"\[([^\[\]\s]+)\]:(\d+)")
 
@@ -34,7 +33,7 @@ def lost_ranks(board: Board, error: str) -> list[int]:
     peers = {(host.removeprefix("::ffff:"), int(port)) for host, port in ADDRESS.findall(error)}
     found = []
     for rank in others if peers else []:
-        ends = read_ends(board.get(f"{rank}/connections") or "[]")
+        ends = watchdog.read_ends(board.get(f"{rank}/connections") or "[]")
         if any((here.removeprefix("::ffff:"), port) in peers for here, port, _, _ in ends):
             found.append(rank)
     return found or _still(board, others)

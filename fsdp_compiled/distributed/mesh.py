@@ -1,4 +1,4 @@
-"""The ranks: this one's place among them, what they exchange, and what they agree on.
+"""The ranks: this one's place among them, what they exchange, what they agree on, and how they go in step (`lockstep`).
 
 `replace_kernels` works around a fault of gloo, which corrupts memory in one of its two forms of an all-gather. Gloo has
 two threads a group. Each notes the name of the operator that it ended in one string of the group, which nothing locks
@@ -16,15 +16,16 @@ backend of CPUs has this form.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from dataclasses import dataclass, field, replace
-from typing import Any, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+T = TypeVar("T")
 NOTHING = -(2**63)  # smaller than any part of a digest
 ENDED = (
     "There is no process group any more: the one that the model was sharded in was ended (dist.destroy_process_group). "
@@ -233,6 +234,53 @@ def _difference(first: str, other: str, base: int, rank: int) -> str:
         if left != right:
             return f"  line {index + 1}\n  rank {base}: {left}\n  rank {rank}: {right}"
     return "  (no differing line)"
+
+
+class Exchange(NamedTuple):
+    """A collective that `lockstep` makes itself. Each rank gives a picklable value, and gets those of all, by rank."""
+
+    what: str
+    value: Any
+
+
+Work = Generator[str | Exchange, Any, T]
+
+
+def lockstep(mesh: Mesh, what: str, work: Work[T]) -> T:
+    """Returns what ``work`` returns, if every rank comes to its end by the same collectives.
+
+    Otherwise every rank raises at the same place. The rank that failed raises its own exception, the others a
+    `RankError` that quotes it. If their next collectives differ, all raise a `RankError`. Each collective costs one
+    small reduction, between hosts.
+
+    A rank that failed between two collectives does not come to the next one, where the others would wait for it
+    forever. So ``work`` is a generator that says, before each of its collectives, which one is next:
+
+        def work():
+            flat = pack(...)                         may fail here
+            yield "broadcast of root"                all ranks are here, or all raise
+            dist.broadcast(flat, 0)
+            ...                                      and here
+            found = yield Exchange("names", own)     what each rank gave, by rank
+            return result                            all ranks have come to the end, or all raise
+    """
+    answer = None
+    while True:
+        step: str | Exchange = ""
+        results, failure = [], None
+        try:
+            step = work.send(answer)
+        except StopIteration as end:
+            results, step = [end.value], "the end"
+        except BaseException as error:  # one that interrupts, too, would leave the others waiting
+            failure = error
+        try:
+            agree(mesh, what, step.what if isinstance(step, Exchange) else step, failure)
+        finally:
+            failure = None  # it holds this frame
+        if results:
+            return results[0]
+        answer = exchange(step.value, mesh) if isinstance(step, Exchange) else None
 
 
 c10d = torch.ops._c10d_functional

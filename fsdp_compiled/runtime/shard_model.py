@@ -16,8 +16,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from fsdp_compiled.capture.model_tensors import named_parameters
-from fsdp_compiled.distributed.lockstep import Work
-from fsdp_compiled.distributed.mesh import Mesh, RankError, broadcast
+from fsdp_compiled.distributed.mesh import Mesh, RankError, Work, broadcast
 from fsdp_compiled.optim.rule import Rule
 from fsdp_compiled.optim.state_containers import all_leaves
 from fsdp_compiled.plan.leaf import Leaf, contiguous_stride, dense_stride

@@ -12,7 +12,7 @@ from typing import Any, get_args
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from fsdp_compiled.capture.global_modes import outside_modes
-from fsdp_compiled.distributed.lockstep import Work, lockstep
+from fsdp_compiled.distributed.mesh import Work, lockstep
 from fsdp_compiled.runtime.checkpoint import dcp, hugging_face, loading, whole
 from fsdp_compiled.runtime.checkpoint.contents import Trained, check_extra
 from fsdp_compiled.runtime.checkpoint.saving import check_wish, path

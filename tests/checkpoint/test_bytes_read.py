@@ -11,8 +11,7 @@ import pytest
 import torch
 
 from fsdp_compiled import Policy
-from fsdp_compiled.distributed.lockstep import lockstep
-from fsdp_compiled.distributed.mesh import Mesh
+from fsdp_compiled.distributed.mesh import Mesh, lockstep
 from fsdp_compiled.plan.leaf import Leaf
 from fsdp_compiled.plan.make_plan import make_plan
 from fsdp_compiled.plan.plan import Plan

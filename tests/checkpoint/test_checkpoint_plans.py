@@ -15,8 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fsdp_compiled import Policy
-from fsdp_compiled.distributed.lockstep import lockstep
-from fsdp_compiled.distributed.mesh import Mesh
+from fsdp_compiled.distributed.mesh import Mesh, lockstep
 from fsdp_compiled.plan.leaf import Leaf, TensorParallel, dense_stride
 from fsdp_compiled.plan.make_plan import make_plan
 from fsdp_compiled.plan.plan import Plan

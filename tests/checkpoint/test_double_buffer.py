@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from fsdp_compiled import Policy, Sharded, compile_sharded
-from fsdp_compiled.distributed import lockstep
+from fsdp_compiled.distributed import mesh
 from fsdp_compiled.runtime.checkpoint import data_file, saving
 from fsdp_compiled.runtime.checkpoint.saving import Image
 from fsdp_compiled.runtime.checkpoint.writing import SaveError
@@ -106,13 +106,13 @@ def test_a_step_that_is_being_written_is_replaced_when_it_is_there(tmp_path: Pat
 
 
 def test_ranks_meet_twice_in_a_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    sharded, met, agree = build(), [], lockstep.agree
+    sharded, met, agree = build(), [], mesh.agree
 
-    def count(mesh: Any, what: str, text: str, *given: Any, **named: Any) -> Any:
+    def count(ranks: Any, what: str, text: str, *given: Any, **named: Any) -> Any:
         met.append(text)
-        return agree(mesh, what, text, *given, **named)
+        return agree(ranks, what, text, *given, **named)
 
-    monkeypatch.setattr(lockstep, "agree", count)
+    monkeypatch.setattr(mesh, "agree", count)
     sharded.save(tmp_path, wait=True)
     assert met == ["what they save", "the end"]
 

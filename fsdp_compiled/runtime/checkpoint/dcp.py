@@ -29,8 +29,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
-from fsdp_compiled.distributed.lockstep import Work
-from fsdp_compiled.distributed.mesh import Mesh
+from fsdp_compiled.distributed.mesh import Mesh, Work
 from fsdp_compiled.plan.leaf import contiguous_stride
 from fsdp_compiled.runtime.checkpoint.chunks import Chunk, Entry, by_name, place_of, split_state_name, wrapped
 from fsdp_compiled.runtime.checkpoint.chunks import tensors as every_tensor

@@ -25,8 +25,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import nn
 
-from fsdp_compiled.distributed.lockstep import Exchange, Work
-from fsdp_compiled.distributed.mesh import Mesh
+from fsdp_compiled.distributed.mesh import Exchange, Mesh, Work
 from fsdp_compiled.plan.leaf import contiguous_stride
 from fsdp_compiled.runtime.checkpoint import folder as folders
 from fsdp_compiled.runtime.checkpoint.chunks import Chunk, Holders, held, place_of

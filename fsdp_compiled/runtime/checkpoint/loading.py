@@ -18,8 +18,7 @@ from typing import Any
 
 import torch
 
-from fsdp_compiled.distributed.lockstep import Exchange, Work
-from fsdp_compiled.distributed.mesh import Mesh
+from fsdp_compiled.distributed.mesh import Exchange, Mesh, Work
 from fsdp_compiled.runtime.checkpoint import folder as folders
 from fsdp_compiled.runtime.checkpoint.chunks import Chunk, Piece, Shape, by_name, key_of, overlap, place_of, whole_chunk
 from fsdp_compiled.runtime.checkpoint.contents import (

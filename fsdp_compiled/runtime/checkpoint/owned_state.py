@@ -21,8 +21,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from fsdp_compiled.distributed.lockstep import Exchange, Work
-from fsdp_compiled.distributed.mesh import Mesh
+from fsdp_compiled.distributed.mesh import Exchange, Mesh, Work
 from fsdp_compiled.optim.optimizer_copy import attributes_of, copy_of, plain_options, step_of
 from fsdp_compiled.optim.param_groups import options_of
 from fsdp_compiled.optim.state_containers import all_leaves

@@ -23,8 +23,7 @@ from typing import Any, TypeVar, cast
 
 import torch
 
-from fsdp_compiled.distributed.lockstep import Exchange, Work
-from fsdp_compiled.distributed.mesh import Mesh
+from fsdp_compiled.distributed.mesh import Exchange, Mesh, Work
 from fsdp_compiled.runtime.checkpoint import folder as folders
 from fsdp_compiled.runtime.checkpoint.chunks import Chunk, Entry, Holders, aliases, held, place_of, tensors, whole_chunk
 from fsdp_compiled.runtime.checkpoint.contents import OWNED, Trained, dealt_out, values_of

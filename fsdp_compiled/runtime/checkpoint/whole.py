@@ -11,8 +11,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from fsdp_compiled.capture.model_tensors import named_parameters
-from fsdp_compiled.distributed.lockstep import Exchange, Work
-from fsdp_compiled.distributed.mesh import Mesh, broadcast, gather_parts, gather_shards
+from fsdp_compiled.distributed.mesh import Exchange, Mesh, Work, broadcast, gather_parts, gather_shards
 from fsdp_compiled.optim.rule import Rule, StateTensor, rule_for
 from fsdp_compiled.plan.leaf import Leaf
 from fsdp_compiled.plan.plan import Buffer, Plan

@@ -27,8 +27,7 @@ import torch.distributed as dist
 from fsdp_compiled.distributed import watchdog
 from fsdp_compiled.distributed.call_log import Calls
 from fsdp_compiled.distributed.call_store import Board, Row
-from fsdp_compiled.distributed.lockstep import lockstep
-from fsdp_compiled.distributed.mesh import Mesh
+from fsdp_compiled.distributed.mesh import Mesh, lockstep
 from fsdp_compiled.runtime.checkpoint import data_file, folder, manifest
 from fsdp_compiled.runtime.checkpoint.chunks import Entry, Piece
 from fsdp_compiled.runtime.checkpoint.contents import Trained
