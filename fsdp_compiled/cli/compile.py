@@ -15,9 +15,8 @@ from typing import Any
 from fsdp_compiled.capture import disk_cache
 from fsdp_compiled.capture.cache_folder import VARIABLE as CACHE
 from fsdp_compiled.cli.launch import launch
-from fsdp_compiled.lower.bundle import VARIABLE, write_bundle
+from fsdp_compiled.lower.bundle import CALLS, FOLDER, VARIABLE, write_bundle
 from fsdp_compiled.lower.isa_probes import PROBES
-from fsdp_compiled.runtime.programs.compile_only import CALLS, FOLDER
 
 IDLE_CALLS = 8  # calls in a row that compile nothing
 

@@ -9,6 +9,10 @@ and the keys decide what is used, as at any second start. So a bundle can save t
 does. What its keys do not hold (the processor's instructions, paths in compiler commands) is compared before loading,
 and a bundle for another place is refused by name. Dynamo runs anyway: only Dynamo knows what the user's code does now.
 
+The script that is compiled runs as it is, and its ranks are told by their environment. Each rank notes what its code
+depends on. The script ends, as by ``sys.exit(0)``, after a number of calls in a row that compile nothing. All ranks end
+before the same call.
+
 **A bundle is code**: it holds shared libraries and pickles, which run as you. Its checksum finds a file that was cut or
 damaged, not one that somebody made to harm. Load only what you would run. (GraphTrainer's precompile in torchtitan, and
 `torch.compiler.save_cache_artifacts`, ship similar files; the latter without C++ libraries, which are compiled again.)
@@ -34,10 +38,15 @@ import torch
 
 from fsdp_compiled.capture.cache_folder import make_writable
 from fsdp_compiled.capture.disk_cache import put, versions
+from fsdp_compiled.distributed.mesh import Mesh, any_rank
 from fsdp_compiled.lower.isa_probes import instructions
 from fsdp_compiled.torch_private.inductor import cache_dir
 
 VARIABLE = "FSDP_COMPILED_BUNDLE"
+# How `fsdp-compiled compile` tells the ranks of its script.
+FOLDER, CALLS = "FSDP_COMPILED_COMPILE_INTO", "FSDP_COMPILED_COMPILE_CALLS"
+COMPILES_ONLY = FOLDER in os.environ
+_calls = 0  # calls since the last program was compiled
 MAGIC = b"fsdp_compiled bundle 1\n"
 SIZE = hashlib.sha256().digest_size
 MANIFEST = "manifest.json"
@@ -146,6 +155,24 @@ def _load_once(path: str, ranks: int) -> None:
         load_bundle(path, ranks)
     except (BundleError, OSError) as error:
         log.warning("%s names a bundle that is of no use here, so all is compiled: %s", VARIABLE, error)
+
+
+def note_program(mesh: Mesh) -> None:
+    """Notes that a program was made; a script that only compiles leaves here what its code depends on."""
+    global _calls
+    _calls = 0
+    if COMPILES_ONLY:
+        Path(os.environ[FOLDER], f"rank{mesh.rank}.json").write_text(json.dumps(here(mesh.world)))
+
+
+def end_if_compiled(mesh: Mesh) -> None:
+    """Ends a script that only compiles, before a call, if it has nothing more to compile. Collective."""
+    global _calls
+    if not COMPILES_ONLY or not (limit := int(os.environ[CALLS])):
+        return
+    if not any_rank(_calls < limit, mesh):
+        raise SystemExit(0)
+    _calls += 1
 
 
 def _opened(path: Path) -> zipfile.ZipFile:

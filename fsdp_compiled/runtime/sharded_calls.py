@@ -20,6 +20,7 @@ from fsdp_compiled.distributed.mesh import RankError
 from fsdp_compiled.distributed.uneven_inputs import Joined
 from fsdp_compiled.ir.program import CALL_PARTS, NORM, Port
 from fsdp_compiled.kernels import host_copies
+from fsdp_compiled.lower import bundle
 from fsdp_compiled.lower.lowering import below_autograd
 from fsdp_compiled.optim.given_optimizer import check_step_hooks
 from fsdp_compiled.optim.hyperparameters import Hyperparameters
@@ -28,7 +29,6 @@ from fsdp_compiled.runtime.checkpoint.writing import Checkpoints
 from fsdp_compiled.runtime.local_steps import LocalSteps
 from fsdp_compiled.runtime.managed_model import ManagedModel
 from fsdp_compiled.runtime.parameters.shard_layout import Writes
-from fsdp_compiled.runtime.programs import compile_only
 from fsdp_compiled.runtime.programs.compile import Compiled, Kind
 from fsdp_compiled.runtime.programs.failed_calls import HALF, FailedCalls
 from fsdp_compiled.runtime.programs.program_cache import Programs
@@ -151,8 +151,8 @@ class ShardedCalls:
         self, kind: Kind, state: State, batch: tuple[Any, ...], named: dict[str, Any]
     ) -> tuple[Compiled, dict[Port, torch.Tensor]]:
         self._calls.check_open()
-        if compile_only.ASKED:
-            compile_only.begin_call(self._mesh)
+        if bundle.COMPILES_ONLY:
+            bundle.end_if_compiled(self._mesh)
         try:
             if kind in ("step", "last"):
                 self._read_rates()

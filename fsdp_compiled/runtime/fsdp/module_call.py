@@ -30,6 +30,7 @@ from fsdp_compiled.capture.global_modes import check_transforms, outside_modes, 
 from fsdp_compiled.capture.model_tensors import named_parameters
 from fsdp_compiled.distributed.call_log import Calls
 from fsdp_compiled.distributed.mesh import ENDED, Mesh, RankError
+from fsdp_compiled.lower import bundle
 from fsdp_compiled.plan.plan import Plan
 from fsdp_compiled.policy import Policy
 from fsdp_compiled.runtime.autograd_hooks import check_module_hooks
@@ -40,7 +41,6 @@ from fsdp_compiled.runtime.fsdp.module_state import ModuleState, lay_out, states
 from fsdp_compiled.runtime.fsdp.opened_arguments import closed
 from fsdp_compiled.runtime.fsdp.parameter_group import ParameterGroup
 from fsdp_compiled.runtime.fsdp.verified_call import Verified, VerifiedCalls
-from fsdp_compiled.runtime.programs import compile_only
 from fsdp_compiled.runtime.programs.compile import PLAIN, Compiled
 from fsdp_compiled.runtime.programs.program_cache import Programs
 from fsdp_compiled.runtime.programs.request import Request
@@ -89,8 +89,8 @@ class ModuleCall:
     def __call__(self, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
         self._calls = shared_calls(self._mesh)  # another log if the process group has changed
         self._calls.check_open()
-        if compile_only.ASKED:
-            compile_only.begin_call(self._mesh)
+        if bundle.COMPILES_ONLY:
+            bundle.end_if_compiled(self._mesh)
         with self._calls.refusing():
             self._follow()
             made, lent = self._made, self._made.lent

@@ -34,7 +34,7 @@ from fsdp_compiled.distributed.mesh import (
 from fsdp_compiled.distributed.process_group import backends
 from fsdp_compiled.ir.program import Program
 from fsdp_compiled.kernels.trial import use_reference
-from fsdp_compiled.lower.bundle import load_named_bundle
+from fsdp_compiled.lower import bundle
 from fsdp_compiled.lower.compiled_piece import Call
 from fsdp_compiled.lower.cuda_device import environment
 from fsdp_compiled.lower.cuda_graph import Replays, make_device
@@ -45,7 +45,7 @@ from fsdp_compiled.lower.split_forward_backward import reached, whole_gradients
 from fsdp_compiled.lower.trials import calls_kernels, failures
 from fsdp_compiled.optim.rule import Rule
 from fsdp_compiled.plan.plan import Plan
-from fsdp_compiled.runtime.programs import compile_only, stages
+from fsdp_compiled.runtime.programs import stages
 from fsdp_compiled.runtime.programs.compile import (
     Compiled,
     ProgramSpec,
@@ -88,7 +88,7 @@ class ProgramMaker:
         calls the model, instead of ``loss``. ``replays``: the graphs to use instead of those of the plan's device.
         ``plain``: parameters of the model that are not in the plan, by name.
         """
-        load_named_bundle(mesh.world)
+        bundle.load_named_bundle(mesh.world)
         self.captures = 0
         graphs = plan.policy.cuda_graph
         self.replays = replays or Replays(make_device(plan.device, graphs), graphs)
@@ -153,7 +153,7 @@ class ProgramMaker:
             compiled.runner = self.replays.beside(compiled.runner)
         self.captures += 1
         self._say_idle(compiled)
-        compile_only.compiled(self.mesh)
+        bundle.note_program(self.mesh)
         log.info("compiled %s in %.1f s (program %d)", label, time.perf_counter() - begun, self.captures)
         return compiled
 
