@@ -40,7 +40,7 @@ def parts_of(layers: int, lower: Literal["eager", "inductor"]) -> dict[str, floa
     from fsdp_compiled import api as taken_over
     from fsdp_compiled.capture import aot, dynamo_run
     from fsdp_compiled.lower import lowering
-    from fsdp_compiled.runtime.programs import program_maker, stages
+    from fsdp_compiled.runtime.programs import program_maker
 
     spent: dict[str, float] = defaultdict(float)
     running: list[str] = []
@@ -83,7 +83,7 @@ def parts_of(layers: int, lower: Literal["eager", "inductor"]) -> dict[str, floa
     timed(aot, "differentiate", "AOTAutograd")
     timed(dynamo_run, "differentiate", "equal blocks, found and copied")
     timed(program_maker, "transform", "passes and checks")
-    timed(stages, "fuse", "fusions")
+    timed(program_maker, "fuse", "fusions")
     timed(program_maker, "describe", "memory, predicted")
     timed(program_maker, "Lowering", "lowering")
     timed(lowering, "Code", "lowering")

@@ -45,9 +45,8 @@ from fsdp_compiled.plan.text import human
 from fsdp_compiled.plan.units import Choice
 from fsdp_compiled.policy import Policy
 from fsdp_compiled.runtime.checked_call import checked_call
-from fsdp_compiled.runtime.programs.compile import ProgramSpec, capture, fit_to_memory, memory_later, transform
+from fsdp_compiled.runtime.programs.compile import ProgramSpec, capture, fit_to_memory, fuse, memory_later, transform
 from fsdp_compiled.runtime.programs.no_collection import no_collection
-from fsdp_compiled.runtime.programs.stages import fuse
 from fsdp_compiled.runtime.tensor_parallel.parts import check_tensor_parallel
 from fsdp_compiled.runtime.tensor_parallel.plan import apply_cuts, find_cuts
 
@@ -211,7 +210,7 @@ class Traced:
     def _made(self, spec: ProgramSpec) -> tuple[Program, Memory]:
         later = memory_later(self.captured, spec)
         made = transform(replace(self.captured, program=self.again()), spec)
-        program, _ = fuse(fit_to_memory(made, later, spec), spec.plan, spec.passes, spec.fusions)
+        program, _ = fuse(fit_to_memory(made, later, spec), spec)
         return program, later(program)()
 
 

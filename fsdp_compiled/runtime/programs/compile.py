@@ -1,4 +1,9 @@
-"""Makes one kind of program for one shape of batch: captures it and runs the passes on it."""
+"""Makes one kind of program for one shape of batch: captures it and runs the passes on it.
+
+Of the programs after each pass, the stages, only the last is kept: the others are made again when somebody looks at
+them. A step of 96 layers has 15,000 nodes and some seven passes, each of which would leave a copy. Passes are pure:
+running them again gives the same program, name for name.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +26,8 @@ from fsdp_compiled.analysis.memory import Memory
 from fsdp_compiled.capture.captured import Capture, batch_tensors
 from fsdp_compiled.capture.dynamic_shapes import Sizes, shape_text
 from fsdp_compiled.capture.fake_inputs import capture_on
-from fsdp_compiled.capture.global_modes import GlobalModes
+from fsdp_compiled.capture.global_modes import GlobalModes, outside_modes
+from fsdp_compiled.ir.node_copies import Kept
 from fsdp_compiled.ir.nodes import calls, is_random, may_be_random
 from fsdp_compiled.ir.program import CALL, SILENT, Port, Program
 from fsdp_compiled.lower.fusions import Target, fusions_for
@@ -32,10 +38,9 @@ from fsdp_compiled.optim.rule import Rule
 from fsdp_compiled.passes import Pass
 from fsdp_compiled.plan.plan import Plan
 from fsdp_compiled.runtime.param_step_counts import Names, reached_by
-from fsdp_compiled.runtime.programs import memory_budget, stages
+from fsdp_compiled.runtime.programs import memory_budget
 from fsdp_compiled.runtime.programs.input_binding import InputBinding, check_arguments
 from fsdp_compiled.runtime.programs.result_aliases import Alias, aliases_of
-from fsdp_compiled.runtime.programs.stages import Stages, Transformed
 from fsdp_compiled.runtime.programs.training import Backward, Training, training_of
 from fsdp_compiled.runtime.shared_memory import check_written
 from fsdp_compiled.runtime.state import Rooms
@@ -54,6 +59,35 @@ class Constants(Protocol):
     """The object that holds the tensors that programs close over and write to."""
 
     constants: dict[str, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Stages:
+    """``first``: the kept stages but the last, from the captured program on; ``last``: makes the last kept stage again;
+    ``rest``: the passes that follow it."""
+
+    first: tuple[Program, ...]
+    last: Callable[[], Program]
+    rest: tuple[Pass, ...]
+    plan: Plan
+
+    def until(self, program: Program) -> tuple[Program, ...]:
+        """All stages from the captured program to this program, which is the last."""
+        made: list[Program] = []
+        with outside_modes():
+            passes.run(self.last(), self.plan, self.rest, made.append)
+        if made[-1].text() != program.text():
+            raise RuntimeError("The passes made another program than they had: one of them is not pure.")
+        return (*self.first, *made[:-1], program)
+
+
+@dataclass(frozen=True)
+class Transformed:
+    """``captured``: makes the captured program again. ``stages``: the result of the last pass alone; under a memory
+    budget, which may run some passes again, the captured program and the result of each pass."""
+
+    captured: Callable[[], Program]
+    stages: list[Program]
 
 
 @dataclass
@@ -198,7 +232,14 @@ def capture(model: nn.Module, spec: ProgramSpec) -> Capture:
 
 def transform(captured: Capture, spec: ProgramSpec) -> Transformed:
     """Runs the passes on the captured program. They consume its graph."""
-    return stages.transform(captured.program, spec.plan, spec.passes)
+    program, plan = captured.program, spec.plan
+    if plan.policy.memory_gb is None:
+        kept = Kept(program)
+        made = passes.run(replace(program, donated=True), plan, spec.passes, again=kept.program)
+        return Transformed(kept.program, [made])
+    stages: list[Program] = []
+    passes.run(program, plan, spec.passes, stages.append)
+    return Transformed(lambda: program, stages)
 
 
 def memory_later(captured: Capture, spec: ProgramSpec) -> Later:
@@ -230,6 +271,18 @@ def fit_to_memory(made: Transformed, later: Later, spec: ProgramSpec) -> Transfo
     fused = lambda one: later(passes.run(one, spec.plan, spec.fusions))()  # noqa: E731
     fitting = memory_budget.fit(made.stages, spec.plan, fused, spec.passes, has_host_memory(spec))
     return replace(made, stages=fitting)
+
+
+def fuse(made: Transformed, spec: ProgramSpec) -> tuple[Program, Stages]:
+    """Runs the fusions on the last of these stages. Also returns all stages."""
+    last, plan, fusions = made.stages[-1], spec.plan, spec.fusions
+    if plan.policy.memory_gb is not None:
+        known = Stages(tuple(made.stages[:-1]), lambda: last, tuple(fusions), plan)
+        return passes.run(last, plan, fusions), known
+    if fusions:
+        again = lambda: passes.run(made.captured(), plan, spec.passes)  # noqa: E731
+        last = passes.run(replace(last, donated=True), plan, fusions, again=again)
+    return last, Stages((), made.captured, (*spec.passes, *fusions), plan)
 
 
 def describe(

@@ -45,7 +45,6 @@ from fsdp_compiled.lower.split_forward_backward import reached, whole_gradients
 from fsdp_compiled.lower.trials import calls_kernels, failures
 from fsdp_compiled.optim.rule import Rule
 from fsdp_compiled.plan.plan import Plan
-from fsdp_compiled.runtime.programs import stages
 from fsdp_compiled.runtime.programs.compile import (
     Compiled,
     ProgramSpec,
@@ -53,6 +52,7 @@ from fsdp_compiled.runtime.programs.compile import (
     check_devices,
     describe,
     fit_to_memory,
+    fuse,
     memory_later,
     transform,
 )
@@ -133,7 +133,7 @@ class ProgramMaker:
             made = transform(captured, spec)  # and checked
             later = memory_later(captured, spec)
             made = fit_to_memory(made, later, spec)
-            program, known = stages.fuse(made, spec.plan, spec.passes, spec.fusions)  # and checked again
+            program, known = fuse(made, spec)  # and checked again
             return describe(captured, program, known, later, spec, moving)
 
         uneven = self.plan.uneven
