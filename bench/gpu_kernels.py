@@ -26,7 +26,7 @@ import torch
 
 from fsdp_compiled.kernels import reference
 from fsdp_compiled.kernels.operators import operators
-from fsdp_compiled.kernels.options import Adam
+from fsdp_compiled.kernels.reference import Adam
 
 Run = Callable[[], object]
 OUTSIDE = 200_000_000  # bytes; more than any GPU's cache holds

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from fsdp_compiled.kernels import reference
-from fsdp_compiled.kernels.options import Adam
+from fsdp_compiled.kernels.reference import Adam
 
 Function = Callable[..., Any]
 Tensors = Sequence[torch.Tensor]

@@ -1,17 +1,20 @@
 """What each kernel computes, in plain PyTorch: the oracle of its tests, and what runs on a CPU.
 
 Numbers are worked out in float32, in float64 where a tensor is, and rounded once, where they are stored. Scales, rates
-and counts are 0-d tensors: nothing reads them on the host.
+and counts are 0-d tensors: nothing reads them on the host. What an update depends on besides (`Adam`) are constants of
+the compiled kernel.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 
 from fsdp_compiled.kernels.layout import ceil_div
-from fsdp_compiled.kernels.options import Adam
 
 SQUARES = 4096  # elements whose squares `measure` adds up into one number
 SCALED = 128  # elements that have a scale in common, where they are packed
@@ -103,6 +106,37 @@ def measure(
 def squares_of(parts: Sequence[torch.Tensor]) -> int:
     """How many sums of squares `measure` returns."""
     return sum(ceil_div(part.numel(), SQUARES) for part in parts)
+
+
+@dataclass(frozen=True)
+class Adam:
+    """`torch.optim.Adam`'s, or `AdamW`'s where the weight decay is ``decoupled`` from the gradient."""
+
+    DERIVED: ClassVar = ("fresh1", "fresh2", "log_beta1", "log_beta2")
+
+    beta1: float
+    beta2: float
+    eps: float
+    weight_decay: float
+    decoupled: bool
+    maximize: bool
+
+    # Differences of numbers near one are taken here, in float64.
+    @property
+    def fresh1(self) -> float:
+        return 1 - self.beta1
+
+    @property
+    def fresh2(self) -> float:
+        return 1 - self.beta2
+
+    @property
+    def log_beta1(self) -> float:
+        return math.log(self.beta1) if self.beta1 else -1e4
+
+    @property
+    def log_beta2(self) -> float:
+        return math.log(self.beta2) if self.beta2 else -1e4
 
 
 def adam(

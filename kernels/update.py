@@ -30,8 +30,7 @@ import triton.language as tl
 
 from fsdp_compiled.kernels.launch import Launch, located, of, pick, triton_dtype
 from fsdp_compiled.kernels.layout import list_groups
-from fsdp_compiled.kernels.options import Adam
-from fsdp_compiled.kernels.reference import compute_dtype
+from fsdp_compiled.kernels.reference import Adam, compute_dtype
 
 BLOCK = 1024
 WARPS = 8

@@ -22,8 +22,7 @@ from triton.runtime import driver
 
 from fsdp_compiled.kernels import accumulate, flatten, quantize, update
 from fsdp_compiled.kernels.launch import Launch
-from fsdp_compiled.kernels.options import Adam
-from fsdp_compiled.kernels.reference import SQUARES, row_of
+from fsdp_compiled.kernels.reference import SQUARES, Adam, row_of
 
 RECORD = Path(__file__).parent / "golden" / "registers.json"
 ARCHITECTURES = (80, 90, 100)

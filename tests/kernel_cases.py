@@ -14,7 +14,7 @@ import torch
 from hypothesis import strategies as st
 
 from fsdp_compiled.kernels import accumulate, flatten, reference, update
-from fsdp_compiled.kernels.options import Adam
+from fsdp_compiled.kernels.reference import Adam
 from fsdp_compiled.kernels.trial import Like
 
 GUARD = 64  # elements on either side of what a kernel may write

@@ -12,7 +12,7 @@ pytest.importorskip("triton")
 from fsdp_compiled.kernels import flatten, update
 from fsdp_compiled.kernels.launch import Launch, constants, group_constants
 from fsdp_compiled.kernels.layout import Group
-from fsdp_compiled.kernels.options import Adam
+from fsdp_compiled.kernels.reference import Adam
 
 ADAM = Adam(0.9, 0.999, 1e-8, 0.1, decoupled=True, maximize=False)
 
