@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from fsdp_compiled.kernels.scaled import TENSOR_FORMS
+from fsdp_compiled.kernels.aten_operators import TENSOR_FORMS
 from fsdp_compiled.lower.cuda_graph import Replays
 
 aten = torch.ops.aten

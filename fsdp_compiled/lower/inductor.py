@@ -33,8 +33,7 @@ from torch.utils import _pytree as pytree
 from fsdp_compiled.capture import disk_cache
 from fsdp_compiled.capture.disk_cache import folder, settings
 from fsdp_compiled.ir.nodes import fake_mode
-from fsdp_compiled.kernels.rows import split_form
-from fsdp_compiled.kernels.scaled import TENSOR_FORMS
+from fsdp_compiled.kernels.aten_operators import TENSOR_FORMS, split_form
 from fsdp_compiled.lower.compiled_piece import Call, CompiledPiece
 from fsdp_compiled.lower.isa_probes import instructions, remembered, without_headers
 from fsdp_compiled.lower.piece import Piece

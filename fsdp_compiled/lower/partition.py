@@ -27,8 +27,8 @@ from torch import fx
 
 from fsdp_compiled.analysis.roofline import flops, nbytes
 from fsdp_compiled.ir.nodes import ASSERT, HOST, is_collective, is_random, is_wait, mutated, origin, role_of
+from fsdp_compiled.kernels.aten_operators import join_rows, split_rows
 from fsdp_compiled.kernels.operators import KERNELS
-from fsdp_compiled.kernels.rows import join_rows, split_rows
 from fsdp_compiled.lower.piece import FEW, Piece, is_borrowed, is_size, is_tensor, numel
 from fsdp_compiled.plan.units import innermost
 

@@ -35,7 +35,7 @@ from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
 
 from fsdp_compiled.ir.nodes import mutated
-from fsdp_compiled.kernels.scaled import operators
+from fsdp_compiled.kernels.aten_operators import operators
 from fsdp_compiled.optim.element_wise import check_elementwise
 from fsdp_compiled.optim.optimizer_copy import Refused, copy_of
 from fsdp_compiled.optim.param_groups import hyper_of, with_hyper

@@ -26,7 +26,7 @@ from fsdp_compiled.ir.edit import Edit, Scope
 from fsdp_compiled.ir.nodes import Mark, Role
 from fsdp_compiled.ir.program import Port, Program
 from fsdp_compiled.ir.reduction import Call, reduction
-from fsdp_compiled.kernels.rows import join_rows
+from fsdp_compiled.kernels.aten_operators import join_rows
 from fsdp_compiled.plan.plan import Buffer, Plan, Slot
 from fsdp_compiled.plan.rows import widths
 

@@ -41,7 +41,7 @@ from fsdp_compiled.ir.edit import Edit
 from fsdp_compiled.ir.liveness import LiveRange, live_ranges, most_gathered
 from fsdp_compiled.ir.nodes import Phase, calls, is_collective, positions, purpose_of, role_of
 from fsdp_compiled.ir.program import Program
-from fsdp_compiled.kernels.rows import join_rows, split_rows
+from fsdp_compiled.kernels.aten_operators import join_rows, split_rows
 from fsdp_compiled.plan.plan import Plan
 from fsdp_compiled.policy import MOST_AHEAD
 

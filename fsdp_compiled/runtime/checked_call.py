@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from fsdp_compiled.capture.layers_across_ranks import SequenceAttention, check_attention, check_norms
 from fsdp_compiled.distributed.mesh import Mesh
-from fsdp_compiled.kernels.products import widening
+from fsdp_compiled.kernels.aten_operators import widening
 from fsdp_compiled.lower.fusions import check_names
 from fsdp_compiled.lower.inductor import lowered
 from fsdp_compiled.optim.given_optimizer import check_own_step, check_step_hooks

@@ -14,8 +14,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from fsdp_compiled import Policy, Program, Sharded, compile_sharded
 from fsdp_compiled.ir.nodes import Mark
+from fsdp_compiled.kernels.aten_operators import product_, widening
 from fsdp_compiled.kernels.operators import operators
-from fsdp_compiled.kernels.products import product_, widening
 from fsdp_compiled.lower.fusions.flatten_gradients import write
 from fsdp_compiled.runtime import checked_call
 

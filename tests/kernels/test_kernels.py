@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fsdp_compiled.kernels.scaled import TENSOR_FORMS, operators
+from fsdp_compiled.kernels.aten_operators import TENSOR_FORMS, operators
 
 OTHERS = {"add_": 1, "addcdiv_": 2, "addcmul_": 2}
 

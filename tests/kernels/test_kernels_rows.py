@@ -10,7 +10,7 @@ import torch
 import yaml
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fsdp_compiled.kernels import rows
+from fsdp_compiled.kernels import aten_operators
 
 WORLD = 4
 WIDTHS = [4096 * 1024, 4096 * 1024 // 4, 1024, 0, 7]  # of a block's parameters on a rank
@@ -38,8 +38,10 @@ class Calls(TorchDispatchMode):
 def test_each_is_one_operator_with_a_kernel_on_a_gpu() -> None:
     own = on_cuda()
     with torch.device("meta"), Calls() as calls:
-        rows._split(torch.empty(WORLD, sum(WIDTHS)), WIDTHS)
-        rows._join([torch.empty(9, 5, dtype=torch.bfloat16), torch.empty(7, dtype=torch.bfloat16)], 4, torch.float32)
+        aten_operators._split(torch.empty(WORLD, sum(WIDTHS)), WIDTHS)
+        aten_operators._join(
+            [torch.empty(9, 5, dtype=torch.bfloat16), torch.empty(7, dtype=torch.bfloat16)], 4, torch.float32
+        )
     assert calls.names == ["aten.split_with_sizes_copy.out", "aten._chunk_cat.out"]
     assert all(own[name] for name in calls.names)
     assert not own["aten.split_with_sizes_copy.default"]  # the control: a copy for each parameter
@@ -48,12 +50,12 @@ def test_each_is_one_operator_with_a_kernel_on_a_gpu() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_numbers_are_those_of_a_copy_and_a_cast(dtype: torch.dtype) -> None:
     parts = torch.randn(WORLD, sum(WIDTHS[2:])).to(dtype)
-    found = rows.split_rows(parts, WIDTHS[2:])
-    compiled = rows.split_form(parts, WIDTHS[2:])
+    found = aten_operators.split_rows(parts, WIDTHS[2:])
+    compiled = aten_operators.split_form(parts, WIDTHS[2:])
     for one, form, other in zip(found, compiled, torch.split_with_sizes_copy(parts, WIDTHS[2:], 1), strict=True):
         assert torch.equal(one, other) and torch.equal(form, other) and one.is_contiguous() and form.is_contiguous()
     gradients = [torch.randn(shape).to(dtype) for shape in ((9, 5), (7,), (3, 2, 2))]
     for wanted in (torch.float32, dtype):
         expected = torch._chunk_cat(gradients, 0, WORLD).to(wanted)
-        assert torch.equal(rows.join_rows(gradients, WORLD, wanted), expected)
-        assert rows.join_rows([one.to("meta") for one in gradients], WORLD, wanted).shape == expected.shape
+        assert torch.equal(aten_operators.join_rows(gradients, WORLD, wanted), expected)
+        assert aten_operators.join_rows([one.to("meta") for one in gradients], WORLD, wanted).shape == expected.shape

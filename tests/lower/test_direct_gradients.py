@@ -20,8 +20,8 @@ from fsdp_compiled import Plan, Policy, Sharded, compile_sharded
 from fsdp_compiled.ir.edit import Edit
 from fsdp_compiled.ir.nodes import Mark
 from fsdp_compiled.ir.program import Program
+from fsdp_compiled.kernels.aten_operators import product_
 from fsdp_compiled.kernels.operators import operators
-from fsdp_compiled.kernels.products import product_
 from fsdp_compiled.lower import fusions
 from fsdp_compiled.lower.fusions.flatten_gradients import direct_gradients, write
 from fsdp_compiled.lower.inductor import chooses_products

@@ -20,7 +20,7 @@ from bench import host_time
 from fsdp_compiled import Policy, Program, compile_sharded
 from fsdp_compiled.cli.gpt import GPT, GPTConfig
 from fsdp_compiled.ir.nodes import is_collective, is_view, mutated, role_of
-from fsdp_compiled.kernels.rows import split_rows
+from fsdp_compiled.kernels.aten_operators import split_rows
 from fsdp_compiled.lower import partition
 from fsdp_compiled.lower.inductor import divide
 from fsdp_compiled.lower.partition import segments

@@ -45,8 +45,8 @@ from torch import fx
 from fsdp_compiled.ir.edit import Edit
 from fsdp_compiled.ir.nodes import Mark, fake_mode, first, is_view, positions, role_of
 from fsdp_compiled.ir.program import Program
+from fsdp_compiled.kernels.aten_operators import product_
 from fsdp_compiled.kernels.operators import operators
-from fsdp_compiled.kernels.products import product_
 from fsdp_compiled.plan.plan import Plan
 from fsdp_compiled.plan.units import innermost
 
