@@ -28,8 +28,8 @@ from fsdp_compiled.distributed.device_mesh import connect
 from fsdp_compiled.distributed.mesh import Mesh, Work, agree, lockstep
 from fsdp_compiled.optim.given_optimizer import members, numbered, unwrapped
 from fsdp_compiled.optim.hyperparameters import Hyperparameters
+from fsdp_compiled.optim.optimizer_copy import all_leaves
 from fsdp_compiled.optim.rule import Rule, described
-from fsdp_compiled.optim.state_containers import all_leaves
 from fsdp_compiled.plan.hardware import machine_of
 from fsdp_compiled.plan.make_plan import make_plan
 from fsdp_compiled.plan.plan import Plan

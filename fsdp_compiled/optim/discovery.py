@@ -20,15 +20,18 @@ from torch.utils import _pytree as pytree
 from fsdp_compiled.optim.optimizer_copy import (
     OWN,
     Refused,
+    all_leaves,
     attributes_of,
+    copied,
     copy_of,
     fresh_of,
     has_stepped,
+    is_container,
+    named_leaves,
     named_state,
     step_of,
 )
 from fsdp_compiled.optim.rule import Kept, Location, StateTensor
-from fsdp_compiled.optim.state_containers import all_leaves, copied, is_container, named_leaves
 
 SHAPE = (2, 3)
 NUMBERS = (bool, int, float)

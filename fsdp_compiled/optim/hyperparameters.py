@@ -13,9 +13,9 @@ import torch
 from torch.optim import Optimizer
 
 from fsdp_compiled.optim.given_optimizer import members
+from fsdp_compiled.optim.optimizer_copy import code_of
 from fsdp_compiled.optim.param_groups import hyper, numbers_of, options_of, signature
 from fsdp_compiled.optim.rule import Rule
-from fsdp_compiled.optim.ways import code_of
 
 PLAIN = (bool, int, float, str, type(None))  # a list or a tensor may be changed in place
 

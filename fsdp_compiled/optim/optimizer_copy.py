@@ -1,20 +1,28 @@
-"""A copy of the user's optimizer over other parameters, with its class, options and attributes. It shares nothing.
+"""A copy of the user's optimizer over other parameters, with its class, options and attributes; and its state by name.
 
-Updates are traced with a copy, and tried on one. Nothing that a copy does reaches the user's optimizer, its hooks or
-the model: attributes are copied, and in the copies small stand-ins without a gradient replace the parameters.
+Updates are traced with a copy, and tried on one. A copy shares nothing: nothing that it does reaches the user's
+optimizer, its hooks or the model. Attributes are copied, and in the copies small stand-ins without a gradient replace
+the parameters.
+
+State may be in containers: dictionaries, lists, tuples and deques, also inside one another. Each value in them gets a
+name of its own. If a container does not keep its form from step to step, the optimizer is not traced.
+
+    state["momentum_buffer"] = {0.9: a, 0.99: b}        momentum_buffer_0_9: a, momentum_buffer_0_99: b
 """
 
 from __future__ import annotations
 
 import copy
 import inspect
-from collections import OrderedDict, defaultdict
+import re
+from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
+from torch.utils import _pytree as pytree
 
 MISSING = object()
 PLAIN = (bool, int, float, str, type(None), torch.dtype)
@@ -28,35 +36,6 @@ IMPLEMENTATIONS = ("foreach", "fused", "capturable", "differentiable", "triton")
 
 class Refused(Exception):
     """Why an optimizer cannot be used, to be completed by its name."""
-
-
-def meaning(error: Exception, otherwise: str) -> Refused:
-    """Explains what it means that the optimizer's step failed with this error."""
-    text = f"{type(error).__name__}: {error}".strip(": ").splitlines()[0]
-    if "closure" in text:
-        return Refused("its step needs a closure that computes the loss again, and here loss and step are one program")
-    if "does not require grad" in text:
-        return Refused("its step differentiates gradients again, and here they have no graph")
-    if isinstance(error, NotImplementedError):
-        return Refused("its class has no step: it updates in another way")
-    if "'NoneType' object is not callable" in text:
-        return Refused("its step calls a function that it was not given, such as a closure")
-    return Refused(f"{otherwise} ({text})")
-
-
-def step_of(kind: type[Optimizer]) -> Callable[..., Any]:
-    """The class's ``step`` without the wrapper that runs hooks, including those of all optimizers of the process."""
-    step: Callable[..., Any] = kind.step
-    while getattr(step, "hooked", False):
-        step = step.__wrapped__  # type: ignore[attr-defined]
-    return step
-
-
-def attributes_of(optimizer: Optimizer) -> dict[str, Any]:
-    """Its attributes as they are, without those that every optimizer has."""
-    return {
-        name: value for name, value in vars(optimizer).items() if name not in OWN and not name.startswith("_optimizer_")
-    }
 
 
 def copy_of(
@@ -87,12 +66,63 @@ def copy_of(
     return made
 
 
+def attributes_of(optimizer: Optimizer) -> dict[str, Any]:
+    """Its attributes as they are, without those that every optimizer has."""
+    return {
+        name: value for name, value in vars(optimizer).items() if name not in OWN and not name.startswith("_optimizer_")
+    }
+
+
 def is_plain(value: Any) -> bool:
     """Whether it is a number, a word or a dtype, or a container of these: no parameter can be inside, and its text says
     all of it."""
     if type(value) is dict:
         return all(map(is_plain, (*value, *value.values())))
     return all(map(is_plain, value)) if type(value) in (tuple, list) else isinstance(value, PLAIN)
+
+
+def step_of(kind: type[Optimizer]) -> Callable[..., Any]:
+    """The class's ``step`` without the wrapper that runs hooks, including those of all optimizers of the process."""
+    step: Callable[..., Any] = kind.step
+    while getattr(step, "hooked", False):
+        step = step.__wrapped__  # type: ignore[attr-defined]
+    return step
+
+
+def code_of(optimizer: Optimizer) -> tuple[Any, ...]:
+    """What identifies the code of its update: its class, the class's step, and functions that were put on it."""
+    put = [(name, value) for name, value in vars(optimizer).items() if callable(value) and name not in OWN]
+    return type(optimizer), step_of(type(optimizer)), *put
+
+
+def plain_options(options: Mapping[str, Any]) -> dict[str, Any]:
+    """The options with the plain implementation of the formula chosen."""
+    known = {name: False for name in IMPLEMENTATIONS if name in options}
+    return {**options, **known, "foreach": False}
+
+
+def fresh_of(optimizer: Optimizer, options: Mapping[str, Any], parameter: nn.Parameter) -> Optimizer | None:
+    """The class called as the user did, as far as the options tell; None if they do not tell."""
+    kind = type(optimizer)
+    known = inspect.signature(kind.__init__).parameters
+    try:
+        return kind([parameter], **{name: value for name, value in options.items() if name in known})
+    except Exception:
+        return None
+
+
+def meaning(error: Exception, otherwise: str) -> Refused:
+    """Explains what it means that the optimizer's step failed with this error."""
+    text = f"{type(error).__name__}: {error}".strip(": ").splitlines()[0]
+    if "closure" in text:
+        return Refused("its step needs a closure that computes the loss again, and here loss and step are one program")
+    if "does not require grad" in text:
+        return Refused("its step differentiates gradients again, and here they have no graph")
+    if isinstance(error, NotImplementedError):
+        return Refused("its class has no step: it updates in another way")
+    if "'NoneType' object is not callable" in text:
+        return Refused("its step calls a function that it was not given, such as a closure")
+    return Refused(f"{otherwise} ({text})")
 
 
 def state_of(optimizer: Optimizer) -> Mapping[Any, Any]:
@@ -111,17 +141,32 @@ def has_stepped(optimizer: Optimizer) -> bool:
     return any(isinstance(key, torch.Tensor) and value for key, value in state_of(optimizer).items())
 
 
-def plain_options(options: Mapping[str, Any]) -> dict[str, Any]:
-    """The options with the plain implementation of the formula chosen."""
-    known = {name: False for name in IMPLEMENTATIONS if name in options}
-    return {**options, **known, "foreach": False}
+def all_leaves(state: Mapping[Any, Any]) -> dict[str, Any]:
+    """What a parameter's state holds, by name."""
+    return {label: leaf for name, value in state.items() for label, leaf in named_leaves(str(name), value).items()}
 
 
-def fresh_of(optimizer: Optimizer, options: Mapping[str, Any], parameter: nn.Parameter) -> Optimizer | None:
-    """The class called as the user did, as far as the options tell; None if they do not tell."""
-    kind = type(optimizer)
-    known = inspect.signature(kind.__init__).parameters
-    try:
-        return kind([parameter], **{name: value for name, value in options.items() if name in known})
-    except Exception:
-        return None
+def named_leaves(name: str, value: Any) -> dict[str, Any]:
+    """The values in the container of this name, in order; a value that is no container has its own name."""
+    if not is_container(value):
+        return {name: value}
+    found: dict[str, Any] = {}
+    for path, leaf in pytree.tree_flatten_with_path(value)[0]:
+        place = re.sub(r"\W+", "_", pytree.keystr(path)).strip("_")
+        label = f"{name}_{place}"
+        while label in found:  # -1 and 1, for one
+            label += "_"
+        found[label] = leaf
+    return found
+
+
+def is_container(value: Any) -> bool:
+    """Whether it is a container that can be looked into, and made again."""
+    return type(value) in (dict, OrderedDict, defaultdict, list, tuple, deque)
+
+
+def copied(value: Any) -> Any:
+    """The value with copies of its tensors, in containers of its own."""
+    return pytree.tree_map(
+        lambda leaf: leaf.detach().clone() if isinstance(leaf, torch.Tensor) else copy.copy(leaf), value
+    )

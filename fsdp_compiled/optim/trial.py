@@ -20,10 +20,17 @@ from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
 from fsdp_compiled.optim.discovery import NUMBERS, is_one
-from fsdp_compiled.optim.optimizer_copy import Refused, attributes_of, copy_of, fresh_of, named_state, step_of
+from fsdp_compiled.optim.optimizer_copy import (
+    Refused,
+    all_leaves,
+    attributes_of,
+    copy_of,
+    fresh_of,
+    named_state,
+    step_of,
+)
 from fsdp_compiled.optim.param_groups import with_hyper
 from fsdp_compiled.optim.rule import RuleInput, StateTensor, inputs_of
-from fsdp_compiled.optim.state_containers import all_leaves
 from fsdp_compiled.optim.tracing import Subject
 
 Number = tuple[str, str]  # its place, as in `StateTensor`, and its name

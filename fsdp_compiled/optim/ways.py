@@ -19,9 +19,9 @@ from torch.optim import Optimizer
 from fsdp_compiled.optim.discovery import begin_of, discover
 from fsdp_compiled.optim.element_wise import ShardParameter
 from fsdp_compiled.optim.optimizer_copy import (
-    OWN,
     Refused,
     attributes_of,
+    code_of,
     copy_of,
     fresh_of,
     is_plain,
@@ -85,12 +85,6 @@ def is_of_torch(optimizer: Optimizer) -> bool:
     own = all(f"{base.__module__}.".startswith("torch.optim.") for base in bases)
     code = step_of(kind), *(value for value in attributes_of(optimizer).values() if callable(value))
     return own and all(f"{getattr(one, '__module__', '')}.".startswith("torch.optim.") for one in code)
-
-
-def code_of(optimizer: Optimizer) -> tuple[Any, ...]:
-    """What identifies the code of its update: its class, the class's step, and functions that were put on it."""
-    put = [(name, value) for name, value in vars(optimizer).items() if callable(value) and name not in OWN]
-    return type(optimizer), step_of(type(optimizer)), *put
 
 
 def noted_by(parameters: Iterable[torch.Tensor]) -> frozenset[str]:

@@ -17,8 +17,8 @@ from torch.optim import Optimizer
 
 from fsdp_compiled.capture.model_tensors import named_parameters
 from fsdp_compiled.distributed.mesh import Mesh, RankError, Work, broadcast
+from fsdp_compiled.optim.optimizer_copy import all_leaves
 from fsdp_compiled.optim.rule import Rule
-from fsdp_compiled.optim.state_containers import all_leaves
 from fsdp_compiled.plan.leaf import Leaf, contiguous_stride, dense_stride
 from fsdp_compiled.plan.plan import Buffer, Plan, Slot
 from fsdp_compiled.plan.units import unit_of

@@ -9,7 +9,7 @@ import torch
 from torch import nn, optim
 
 from fsdp_compiled import Policy, compile_sharded
-from fsdp_compiled.optim.state_containers import named_leaves
+from fsdp_compiled.optim.optimizer_copy import named_leaves
 from tests.toys import squares
 
 EAGER = Policy(lower="eager", shard="zero1")

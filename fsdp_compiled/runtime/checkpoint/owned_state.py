@@ -22,9 +22,8 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from fsdp_compiled.distributed.mesh import Exchange, Mesh, Work
-from fsdp_compiled.optim.optimizer_copy import attributes_of, copy_of, plain_options, step_of
+from fsdp_compiled.optim.optimizer_copy import all_leaves, attributes_of, copy_of, plain_options, step_of
 from fsdp_compiled.optim.param_groups import options_of
-from fsdp_compiled.optim.state_containers import all_leaves
 from fsdp_compiled.plan.leaf import Leaf
 from fsdp_compiled.runtime.checkpoint.contents import OWNED, Trained
 from fsdp_compiled.runtime.checkpoint.manifest import Manifest
