@@ -30,7 +30,7 @@ from fsdp_compiled.ir.program import CALL, CALL_PARTS, LOSS, NORM, STEP, Port, P
 from fsdp_compiled.lower.fusions import Target, fusions_for
 from fsdp_compiled.lower.lowering import Lowering, Runner, lower
 from fsdp_compiled.lower.piece import Piece
-from fsdp_compiled.optim.param_groups import hyper
+from fsdp_compiled.optim.hyperparameters import hyper
 from fsdp_compiled.optim.rule import Rule
 from fsdp_compiled.optim.rules import make_rules
 from fsdp_compiled.passes import FORWARD, GRADIENT, MICROBATCH, Pass, run, step

@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 
 from fsdp_compiled import Policy, compile_sharded
 from fsdp_compiled.optim.given_optimizer import unwrapped
-from fsdp_compiled.optim.param_groups import hyper
+from fsdp_compiled.optim.hyperparameters import hyper
 from fsdp_compiled.optim.rule import Rule
 from fsdp_compiled.optim.rules import make_rules
 from fsdp_compiled.optim.trial import initial

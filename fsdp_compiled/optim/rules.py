@@ -24,8 +24,8 @@ from torch import fx, nn
 from torch.optim import Optimizer
 
 from fsdp_compiled.optim.given_optimizer import numbered
+from fsdp_compiled.optim.hyperparameters import hyper, options_of, scheduled
 from fsdp_compiled.optim.optimizer_copy import Refused, copy_of, fresh_of, named_state, plain_options, state_of
-from fsdp_compiled.optim.param_groups import hyper, options_of, scheduled
 from fsdp_compiled.optim.rule import Kept, Rule, StateTensor, formula_of
 from fsdp_compiled.optim.step import Part, make_step, number_of
 from fsdp_compiled.optim.tracing import SHAPE, Subject, trace

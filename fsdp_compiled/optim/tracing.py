@@ -37,8 +37,8 @@ from torch.overrides import TorchFunctionMode
 from fsdp_compiled.ir.nodes import mutated
 from fsdp_compiled.kernels.aten_operators import operators
 from fsdp_compiled.optim.element_wise import check_elementwise
+from fsdp_compiled.optim.hyperparameters import hyper_of, with_hyper
 from fsdp_compiled.optim.optimizer_copy import Refused, copy_of
-from fsdp_compiled.optim.param_groups import hyper_of, with_hyper
 from fsdp_compiled.optim.rule import Kept, RuleInput, inputs_of
 from fsdp_compiled.optim.step import Part, make_step
 from fsdp_compiled.torch_private.names import there

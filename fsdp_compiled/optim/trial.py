@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
 from fsdp_compiled.optim.discovery import NUMBERS, is_one
+from fsdp_compiled.optim.hyperparameters import with_hyper
 from fsdp_compiled.optim.optimizer_copy import (
     Refused,
     all_leaves,
@@ -29,7 +30,6 @@ from fsdp_compiled.optim.optimizer_copy import (
     named_state,
     step_of,
 )
-from fsdp_compiled.optim.param_groups import with_hyper
 from fsdp_compiled.optim.rule import RuleInput, StateTensor, inputs_of
 from fsdp_compiled.optim.tracing import Subject
 

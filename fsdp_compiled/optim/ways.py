@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 
 from fsdp_compiled.optim.discovery import begin_of, discover
 from fsdp_compiled.optim.element_wise import ShardParameter
+from fsdp_compiled.optim.hyperparameters import options_of, with_hyper
 from fsdp_compiled.optim.optimizer_copy import (
     Refused,
     attributes_of,
@@ -29,7 +30,6 @@ from fsdp_compiled.optim.optimizer_copy import (
     plain_options,
     step_of,
 )
-from fsdp_compiled.optim.param_groups import options_of, with_hyper
 from fsdp_compiled.optim.rule import Kept, RuleInput, StateTensor, inputs_of
 from fsdp_compiled.optim.step import Part, step_on_shards
 from fsdp_compiled.optim.tracing import Subject, trace

@@ -25,8 +25,8 @@ from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fsdp_compiled.optim.discovery import begin_of
+from fsdp_compiled.optim.hyperparameters import hyper, options_of, scheduled
 from fsdp_compiled.optim.optimizer_copy import Refused, all_leaves, attributes_of, fresh_of, meaning, plain_options
-from fsdp_compiled.optim.param_groups import hyper, options_of, scheduled
 from fsdp_compiled.optim.trial import FACTORS, Side, counters, difference, gradient_of
 
 Selection: TypeAlias = Callable[[Sequence[torch.Tensor]], list[torch.Tensor]]  # of all parameters, those of a side

@@ -20,8 +20,8 @@ from torch.optim import Optimizer
 from fsdp_compiled.distributed.mesh import Mesh
 from fsdp_compiled.ir.program import OVERFLOW, Port
 from fsdp_compiled.optim.element_wise import ShardParameter
+from fsdp_compiled.optim.hyperparameters import with_numbers
 from fsdp_compiled.optim.optimizer_copy import MISSING, Refused, plain_options
-from fsdp_compiled.optim.param_groups import with_numbers
 from fsdp_compiled.optim.rule import Rule
 from fsdp_compiled.optim.step import Part, step_on_shards
 from fsdp_compiled.optim.ways import noted_by

@@ -42,8 +42,8 @@ from fsdp_compiled.capture.model_tensors import named_parameters
 from fsdp_compiled.distributed.mesh import Mesh, RankError, from_first
 from fsdp_compiled.distributed.owners import Owned, Round
 from fsdp_compiled.ir.program import OVERFLOW, Port
+from fsdp_compiled.optim.hyperparameters import options_of
 from fsdp_compiled.optim.optimizer_copy import Refused, all_leaves, attributes_of, is_plain, named_leaves, step_of
-from fsdp_compiled.optim.param_groups import options_of
 from fsdp_compiled.optim.ways import is_of_torch, noted_by
 from fsdp_compiled.optim.whole import OnItsOwn
 from fsdp_compiled.plan.leaf import Leaf

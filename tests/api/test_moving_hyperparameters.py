@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import fx, nn, optim
 
 from fsdp_compiled import Policy, compile_sharded
-from fsdp_compiled.optim.param_groups import hyper, signature, with_numbers
+from fsdp_compiled.optim.hyperparameters import hyper, signature, with_numbers
 from fsdp_compiled.optim.rules import make_rules
 from fsdp_compiled.optim.trial import initial
 from tests.chosen import examples

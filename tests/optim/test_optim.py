@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import fx, nn, optim
 
-from fsdp_compiled.optim.param_groups import hyper, scheduled, signature
+from fsdp_compiled.optim.hyperparameters import hyper, scheduled, signature
 from fsdp_compiled.optim.rules import make_rules
 
 CPU = torch.device("cpu")

@@ -30,7 +30,7 @@ import torch
 from torch.optim import Optimizer
 
 from fsdp_compiled.optim.given_optimizer import members
-from fsdp_compiled.optim.param_groups import options_of
+from fsdp_compiled.optim.hyperparameters import options_of
 from fsdp_compiled.optim.rule import Rule
 from fsdp_compiled.plan.plan import Plan
 from fsdp_compiled.runtime.checkpoint.chunks import Chunk, Place, held

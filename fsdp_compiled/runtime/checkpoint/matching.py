@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from fsdp_compiled.optim.hyperparameters import NOTES, scheduled
 from fsdp_compiled.optim.optimizer_copy import IMPLEMENTATIONS
-from fsdp_compiled.optim.param_groups import NOTES, scheduled
 from fsdp_compiled.optim.rule import Rule
 from fsdp_compiled.plan.plan import Plan
 from fsdp_compiled.runtime.checkpoint import owned_state

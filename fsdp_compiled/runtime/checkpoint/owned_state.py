@@ -22,8 +22,8 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from fsdp_compiled.distributed.mesh import Exchange, Mesh, Work
+from fsdp_compiled.optim.hyperparameters import options_of
 from fsdp_compiled.optim.optimizer_copy import all_leaves, attributes_of, copy_of, plain_options, step_of
-from fsdp_compiled.optim.param_groups import options_of
 from fsdp_compiled.plan.leaf import Leaf
 from fsdp_compiled.runtime.checkpoint.contents import OWNED, Trained
 from fsdp_compiled.runtime.checkpoint.manifest import Manifest
