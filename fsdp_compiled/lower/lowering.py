@@ -19,10 +19,9 @@ from torch import fx
 
 from fsdp_compiled.ir.nodes import call_text, is_collective, is_random, origin
 from fsdp_compiled.ir.program import Program
-from fsdp_compiled.lower.compiled_piece import Call
 from fsdp_compiled.lower.inductor import compile_all
 from fsdp_compiled.lower.partition import segments
-from fsdp_compiled.lower.piece import Piece
+from fsdp_compiled.lower.piece import Call, Piece
 from fsdp_compiled.lower.program_code import Code, as_it_says
 from fsdp_compiled.torch_private.modes import C
 from fsdp_compiled.torch_private.names import there

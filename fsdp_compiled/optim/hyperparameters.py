@@ -18,8 +18,6 @@ from fsdp_compiled.optim.optimizer_copy import code_of
 from fsdp_compiled.optim.rule import Rule
 
 PLAIN = (bool, int, float, str, type(None))  # a list or a tensor may be changed in place
-
-
 # Where schedulers note their bounds; no optimizer's step reads them, but for its own ``max_lr`` where it has one.
 NOTES = ("initial_lr", "min_lr", "base_momentum", "max_momentum")
 

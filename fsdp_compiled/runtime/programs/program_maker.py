@@ -35,12 +35,12 @@ from fsdp_compiled.distributed.process_group import backends
 from fsdp_compiled.ir.program import Program
 from fsdp_compiled.kernels.trial import use_reference
 from fsdp_compiled.lower import bundle
-from fsdp_compiled.lower.compiled_piece import Call
 from fsdp_compiled.lower.cuda_device import environment
 from fsdp_compiled.lower.cuda_graph import Replays, make_device
 from fsdp_compiled.lower.inductor import cache_place, chooses_products, compile_all, divide
 from fsdp_compiled.lower.lowering import Bind, Lowering, Runner
 from fsdp_compiled.lower.pending_collectives import PendingCollectives
+from fsdp_compiled.lower.piece import Call
 from fsdp_compiled.lower.split_forward_backward import reached, whole_gradients
 from fsdp_compiled.lower.trials import calls_kernels, failures
 from fsdp_compiled.optim.rule import Rule
