@@ -16,7 +16,7 @@ from fsdp_compiled.capture import disk_cache
 from fsdp_compiled.capture.cache_folder import VARIABLE as CACHE
 from fsdp_compiled.cli.launch import launch
 from fsdp_compiled.lower.bundle import CALLS, FOLDER, VARIABLE, write_bundle
-from fsdp_compiled.lower.isa_probes import PROBES
+from fsdp_compiled.lower.cpp_compiler import PROBES
 
 IDLE_CALLS = 8  # calls in a row that compile nothing
 

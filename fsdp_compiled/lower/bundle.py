@@ -39,7 +39,7 @@ import torch
 from fsdp_compiled.capture.cache_folder import make_writable
 from fsdp_compiled.capture.disk_cache import put, versions
 from fsdp_compiled.distributed.mesh import Mesh, any_rank
-from fsdp_compiled.lower.isa_probes import instructions
+from fsdp_compiled.lower.cpp_compiler import instructions
 from fsdp_compiled.torch_private.inductor import cache_dir
 
 VARIABLE = "FSDP_COMPILED_BUNDLE"

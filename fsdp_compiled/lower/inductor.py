@@ -3,12 +3,12 @@
 Compiled code is kept on disk, under a key that a piece has before it is traced. Inductor's own cache looks a graph up
 by AOTAutograd's output, and making that takes longer in a warm start than all later steps.
 
-Private surfaces of Inductor are touched here, in `piece`, `isa_probes`, `translation_units` and for the cache
-folder (`disk_cache`), and nowhere else.
+Private surfaces of Inductor are touched here, in `piece`, in `cpp_compiler` and for the cache folder (`disk_cache`),
+and nowhere else.
 
 What a machine needs once can be done when the package is set up (`prepare_machine`, in ``make train``'s): trials of the
-processor (`isa_probes`), and compiling the header that all kernels include. Both stay on disk, where a first run finds
-them.
+processor, and compiling the header that all kernels include (`cpp_compiler`). Both stay on disk, where a first run
+finds them.
 """
 
 from __future__ import annotations
@@ -34,9 +34,8 @@ from fsdp_compiled.capture import disk_cache
 from fsdp_compiled.capture.disk_cache import folder, settings
 from fsdp_compiled.ir.nodes import fake_mode
 from fsdp_compiled.kernels.aten_operators import TENSOR_FORMS, split_form
-from fsdp_compiled.lower.isa_probes import instructions, remembered, without_headers
+from fsdp_compiled.lower.cpp_compiler import compile_together, dealt_out, instructions, remembered, without_headers
 from fsdp_compiled.lower.piece import Call, CompiledPiece, Piece
-from fsdp_compiled.lower.translation_units import compile_together, dealt_out
 from fsdp_compiled.policy import Policy
 from fsdp_compiled.torch_private.inductor import (
     CacheBase,

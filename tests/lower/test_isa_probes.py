@@ -9,7 +9,7 @@ import pytest
 from torch._inductor import codecache, cpu_vec_isa
 from torch._inductor.cpu_vec_isa import VecAVX2, VecAVX512, VecISA
 
-from fsdp_compiled.lower.isa_probes import remembered, without_headers
+from fsdp_compiled.lower.cpp_compiler import remembered, without_headers
 
 
 @pytest.fixture
@@ -43,7 +43,7 @@ def test_another_compiler_is_tried(
     made = trials(True)
     for version in ("13", "14", "14"):
         monkeypatch.setattr(
-            "fsdp_compiled.lower.isa_probes.isa_fingerprint",
+            "fsdp_compiled.lower.cpp_compiler.isa_fingerprint",
             lambda flags, version=version: f"{version} {flags}",
         )
         with remembered(tmp_path):

@@ -17,9 +17,9 @@ from torch._inductor import codecache, cpp_builder
 from torch._inductor.async_compile import AsyncCompile
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from fsdp_compiled.lower import inductor, translation_units
+from fsdp_compiled.lower import cpp_compiler, inductor
+from fsdp_compiled.lower.cpp_compiler import UNITS, Kernel, compile_together, fits, keys_of
 from fsdp_compiled.lower.piece import Piece
-from fsdp_compiled.lower.translation_units import UNITS, Kernel, compile_together, fits, keys_of
 
 aten = torch.ops.aten
 Compile = Callable[..., list[torch.Tensor]]
@@ -100,7 +100,7 @@ def test_kernels_of_a_piece_are_one_unit_and_compute_what_each_does_alone(
     units = [path for path in (tmp_path / "fsdp_compiled" / UNITS).iterdir() if path.stat().st_size > 1000]
     assert len(units) == 1 and len(keys_of(units[0].read_bytes()[32:].decode())) == 3
 
-    monkeypatch.setattr(translation_units, "fits", lambda source: False)
+    monkeypatch.setattr(cpp_compiler, "fits", lambda source: False)
     assert torch.equal(run(), together) and len(built) == 1 + 3
     assert not torch.equal(run(piece(aten.cos.default)), together)  # another kernel would be seen
 
@@ -116,12 +116,12 @@ def test_a_second_start_finds_them_and_only_what_is_new_is_compiled(built: list[
 def test_a_unit_that_fails_is_compiled_kernel_by_kernel(
     built: list[str], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    text = translation_units.unit_text
-    monkeypatch.setattr(translation_units, "unit_text", lambda kernels: text(kernels) + "no C++")
+    text = cpp_compiler.unit_text
+    monkeypatch.setattr(cpp_compiler, "unit_text", lambda kernels: text(kernels) + "no C++")
     with caplog.at_level(logging.INFO, "fsdp_compiled"):
         broken = run()
     assert "one by one" in caplog.text and len(built) == 1 + 3
-    monkeypatch.setattr(translation_units, "unit_text", text)
+    monkeypatch.setattr(cpp_compiler, "unit_text", text)
     assert torch.equal(run(), broken)  # what failed was not kept
     assert len(built) == 1 + 3 + 1
 
@@ -147,7 +147,7 @@ def test_what_other_threads_compile_is_theirs(tmp_path: Path, monkeypatch: pytes
     asked: list[str] = []
     monkeypatch.setattr(AsyncCompile, "cpp_pybinding", lambda self, types, source: asked.append(source))
     before = AsyncCompile.cpp_pybinding
-    monkeypatch.setattr(translation_units, "_compile", lambda kernels, folder: None)
+    monkeypatch.setattr(cpp_compiler, "_compile", lambda kernels, folder: None)
     with compile_together(tmp_path):
         thread = threading.Thread(target=AsyncCompile().cpp_pybinding, args=(["float*"], SOURCE))
         thread.start()
@@ -181,11 +181,11 @@ def test_units_are_few_and_no_more_than_cores(
         found.append(part)
         return f"unit {len(found)}"
 
-    monkeypatch.setattr(translation_units, "_cores", lambda: cores)
-    monkeypatch.setattr(translation_units, "unit_text", text)
-    monkeypatch.setattr(translation_units, "_loading", lambda text: lambda: SimpleNamespace(functions=[]))
+    monkeypatch.setattr(cpp_compiler, "_cores", lambda: cores)
+    monkeypatch.setattr(cpp_compiler, "unit_text", text)
+    monkeypatch.setattr(cpp_compiler, "_loading", lambda text: lambda: SimpleNamespace(functions=[]))
     kernels = [Kernel([], "x" * (place + 1)) for place in range(count)]
-    translation_units._compile(kernels, None)
+    cpp_compiler._compile(kernels, None)
     assert len(found) == parts
     assert sorted(len(one.source) for part in found for one in part.values()) == list(range(1, count + 1))
     load = [sum(len(kernel.source) for kernel in part.values()) for part in found]
@@ -205,6 +205,6 @@ def test_a_header_that_is_there_is_taken_and_none_is_made(tmp_path: Path, monkey
     for there, expected in (("", ""), ("other.gch", ""), ("own.gch", str(tmp_path / "own"))):
         if there:
             (tmp_path / there).touch()
-        with translation_units.with_found_headers():
+        with cpp_compiler.with_found_headers():
             assert codecache._precompile_header("own", "command") == expected
     assert made == []

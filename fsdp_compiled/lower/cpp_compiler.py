@@ -1,7 +1,8 @@
-"""Several of Inductor's C++ kernels in one translation unit.
+"""How Inductor's C++ compiler is asked for less: several kernels at a time, and for nothing that it has told before.
 
-Inductor compiles each kernel by itself. A kernel takes 0.6 s, most of it for the header, although the header was
-compiled before, in 4 s. Compiled together, the first kernel takes 1.5 s with its header, and each other one 50 ms:
+**Several kernels in one translation unit.** Inductor compiles each kernel by itself. A kernel takes 0.6 s, most of it
+for the header, although the header was compiled before, in 4 s. Compiled together, the first kernel takes 1.5 s with
+its header, and each other one 50 ms:
 
     cpp_pybinding(types, source)    a `Kernel`, which stands in the generated module until all pieces are generated
     compile_together                kernels -> units -> libraries; a kernel's function takes its `Kernel`'s place
@@ -11,10 +12,24 @@ name. Nothing else changes: the flags are the same, and functions do not see eac
 Inductor's own `CppPythonBindingsCodeCache` compiles and loads the unit, and finds the library of a unit that it
 compiled before. Which unit holds a kernel is kept on disk (`UNITS`). Inductor itself compiles a kernel of unexpected
 form, and all kernels of a unit that cannot be compiled or loaded.
+
+**The header.** To compile a library, Inductor first compiles a header, and preprocesses the header to see whether it
+has changed. It does so even for libraries that exist already; `without_headers` avoids this. Compiling the header takes
+4 s and saves each library 1 s: `with_found_headers` uses an existing compiled header and compiles none.
+
+**The processor.** Before it loads the first piece for a CPU, Inductor compiles a trial for each of the processor's
+extensions and starts a Python process that loads it: half a dozen processes for each rank, at every start. A trial that
+succeeded once with these flags and this compiler version succeeds again on a processor of this capability (hosts may
+share the folder), so the answer is kept on disk (`remembered`).
+
+Inductor has no hook for these: while a piece is compiled, `AsyncCompile.cpp_pybinding`, `codecache._precompile_header`
+and `VecISA.check_build` are replaced, for the whole process. A thread of the user's that compiles meanwhile gets the
+same answers; a second thread that is in here waits.
 """
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import logging
 import os
@@ -28,16 +43,40 @@ from types import SimpleNamespace
 from typing import Any, ClassVar, TypeVar
 from unittest import mock
 
-from fsdp_compiled.capture import disk_cache
-from fsdp_compiled.lower.isa_probes import REPLACING, with_found_headers, without_headers
-from fsdp_compiled.torch_private.inductor import AsyncCompile, codecache
+import torch
 
+from fsdp_compiled.capture import disk_cache
+from fsdp_compiled.torch_private.inductor import AsyncCompile, VecISA, codecache, isa_fingerprint
+
+REPLACING = threading.RLock()
+PROBES = "probes"  # in our part of the cache folder
 UNITS = "units"  # in our part of the cache folder: by kernel, its unit and its place there; by unit, its text
 T = TypeVar("T")
 ENOUGH = 12  # kernels that take about as long as the header: fewer do not justify another unit
 HEADER = "#include <torch/csrc/inductor/cpp_prefix.h>"
 FUNCTION = re.compile(r'extern "C"\s+void\s+kernel\(')
 log = logging.getLogger("fsdp_compiled")
+
+
+@contextmanager
+def compile_together(folder: Path | None) -> Iterator[None]:
+    """Inside, this thread's kernels are not compiled yet; at the end, all are. ``folder``: where to keep which unit
+    holds each kernel, if anywhere."""
+    thread, kernels = threading.get_ident(), list[Kernel]()
+
+    def put_off(self: AsyncCompile, types: Sequence[str], source: str) -> Any:
+        if threading.get_ident() != thread or not fits(source):
+            return plain(self, types, source)
+        kernels.append(Kernel(types, source))
+        return kernels[-1]
+
+    with REPLACING:
+        plain = AsyncCompile.cpp_pybinding
+        with mock.patch.object(AsyncCompile, "cpp_pybinding", put_off):
+            yield
+        if kernels:
+            _compile(kernels, folder)
+            _put_in_place(kernels)
 
 
 class Kernel:
@@ -79,27 +118,6 @@ def fits(source: str) -> bool:
         and HEADER in directives
         and all(line == HEADER or line.startswith("#pragma") for line in directives)
     )
-
-
-@contextmanager
-def compile_together(folder: Path | None) -> Iterator[None]:
-    """Inside, this thread's kernels are not compiled yet; at the end, all are. ``folder``: where to keep which unit
-    holds each kernel, if anywhere."""
-    thread, kernels = threading.get_ident(), list[Kernel]()
-
-    def put_off(self: AsyncCompile, types: Sequence[str], source: str) -> Any:
-        if threading.get_ident() != thread or not fits(source):
-            return plain(self, types, source)
-        kernels.append(Kernel(types, source))
-        return kernels[-1]
-
-    with REPLACING:
-        plain = AsyncCompile.cpp_pybinding
-        with mock.patch.object(AsyncCompile, "cpp_pybinding", put_off):
-            yield
-        if kernels:
-            _compile(kernels, folder)
-            _put_in_place(kernels)
 
 
 def _compile(kernels: Sequence[Kernel], folder: Path | None) -> None:
@@ -204,3 +222,64 @@ def _put_in_place(kernels: Sequence[Kernel]) -> None:
 def _cores() -> int:
     """This rank's share of the host's cores."""
     return max(1, (os.cpu_count() or 1) // int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
+
+
+@contextmanager
+def without_headers() -> Iterator[None]:
+    """Inside, libraries are loaded, or compiled without a header that was compiled before; for the whole process."""
+    with REPLACING, mock.patch.object(codecache, "_precompile_header", lambda *_, **__: ""):
+        yield
+
+
+@contextmanager
+def with_found_headers() -> Iterator[None]:
+    """Inside, a header that was compiled before is used, and none is compiled; for the whole process."""
+    with REPLACING:
+        before, build, thread = codecache._precompile_header, codecache._worker_compile_cpp, threading.get_ident()
+
+        @functools.cache
+        def find(header: str, command: str, **options: Any) -> str:
+            if not any(Path(codecache._HEADER_DIR).glob("*.gch")):
+                return ""
+            codecache._worker_compile_cpp = lambda *given: None if threading.get_ident() == thread else build(*given)
+            try:
+                place = before.__wrapped__(header, command, **options)
+            finally:
+                codecache._worker_compile_cpp = build
+            return place if Path(f"{place}.gch").exists() else ""
+
+        with mock.patch.object(codecache, "_precompile_header", find):
+            yield
+
+
+@contextmanager
+def remembered(folder: Path | None) -> Iterator[None]:
+    """Inside, trials that succeeded before are skipped; those that failed are repeated. None: all are made."""
+
+    def asked(isa: VecISA, code: str) -> bool:
+        assert folder is not None
+        compiler = isa_fingerprint(isa.build_arch_flags())
+        said = f"{torch.backends.cpu.get_cpu_capability()} {compiler} {isa._arch_flags} {code}"
+        place = folder / PROBES / hashlib.sha256(said.encode()).hexdigest()
+        succeeded = disk_cache.read(place, lambda content: content) is not None
+        if not succeeded and (succeeded := check(isa, code)):
+            disk_cache.write(place, said.encode())
+        return succeeded
+
+    if folder is None:
+        yield
+        return
+    with REPLACING:
+        check = VecISA.check_build
+        with mock.patch.object(VecISA, "check_build", asked):
+            yield
+
+
+@functools.cache
+def instructions() -> list[str]:
+    """The extensions of this processor, of which compiled code may use any (``-march=native``)."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return []
+    return sorted({word for line in lines if line.startswith(("flags", "Features")) for word in line.split()[2:]})
