@@ -37,7 +37,7 @@ from fsdp_compiled.kernels.operators import operators
 from fsdp_compiled.plan.make_plan import SCALED
 from fsdp_compiled.plan.plan import Buffer, Plan, Slot
 from fsdp_compiled.plan.rows import whole, widths
-from fsdp_compiled.runtime.eager_bounds import sent_apart
+from fsdp_compiled.runtime.eager_comparison import sent_apart
 from fsdp_compiled.runtime.parameters.sharded_parameter import WholeParameter
 from fsdp_compiled.runtime.parameters.sharded_tensor import ShardedTensor
 from fsdp_compiled.runtime.shard_model import read_slot

@@ -8,10 +8,11 @@ modes and random numbers.
     compare        loss, what else was returned, gradients, norm, and each updated element; where they differ, state and
                    random numbers are put back, and every rank raises
 
-Gradients of two programs differ by rounding (`eager_bounds`), and an optimizer such as Adam magnifies this: a gradient
-that is zero except for rounding moves a weight by the whole rate, up or down. So the optimizer runs three times on
-copies of the shards: on the eager gradient, and on that gradient plus and minus what rounding explains. The program's
-updates must lie between the results. An element is compared if its gradient is more than rounding, or if it has none.
+Gradients of two programs differ by rounding (`eager_comparison`), and an optimizer such as Adam magnifies this: a
+gradient that is zero except for rounding moves a weight by the whole rate, up or down. So the optimizer runs three
+times on copies of the shards: on the eager gradient, and on that gradient plus and minus what rounding explains. The
+program's updates must lie between the results. An element is compared if its gradient is more than rounding, or if it
+has none.
 
 Of the microbatches that one step sums up, all are run eagerly, or none. The loss of each is compared, and for the step
 the mean of all their gradients.
@@ -40,8 +41,9 @@ from fsdp_compiled.ir.program import COUNT, NORM, OVERFLOW, Port
 from fsdp_compiled.optim.given_optimizer import numbered
 from fsdp_compiled.optim.rule import Rule
 from fsdp_compiled.plan.plan import Buffer, Plan, Slot
-from fsdp_compiled.runtime.eager_bounds import (
+from fsdp_compiled.runtime.eager_comparison import (
     TINY,
+    VerifiedPrograms,
     gradient_bound,
     largest,
     moved_by_wire,
@@ -58,7 +60,6 @@ from fsdp_compiled.runtime.rng import RandomNumbers
 from fsdp_compiled.runtime.shard_model import read_slot
 from fsdp_compiled.runtime.shard_update import ShardUpdate
 from fsdp_compiled.runtime.state import State, wait_for_host_memory
-from fsdp_compiled.runtime.verified_programs import VerifiedPrograms
 
 EPSILON = 1e-6  # of torch.nn.utils.clip_grad_norm_, beside the norm
 Sums = dict[str, torch.Tensor]
@@ -80,7 +81,7 @@ class Gradient:
 @dataclass
 class Microbatches:
     """Eager PyTorch's results on this rank for the microbatches that the next step sums up, each times its weight.
-    ``rounded``: by buffer, how far the wire may move them (`eager_bounds.sent_apart`)."""
+    ``rounded``: by buffer, how far the wire may move them (`sent_apart`)."""
 
     loss: float = 0.0
     weight: float = 0.0

@@ -21,7 +21,7 @@ from fsdp_compiled.distributed.mesh import RankError
 from fsdp_compiled.kernels import operators as kernels
 from fsdp_compiled.plan.make_plan import SCALED
 from fsdp_compiled.plan.plan import Plan
-from fsdp_compiled.runtime.eager_bounds import moved_by_wire, sent_apart
+from fsdp_compiled.runtime.eager_comparison import moved_by_wire, sent_apart
 from tests.launch import launch
 from tests.stale_models import Backwards, Layers, set_scale
 from tests.toys import batches, build, mse

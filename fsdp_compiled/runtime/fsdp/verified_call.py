@@ -26,7 +26,7 @@ from fsdp_compiled.distributed.mesh import RankError, any_rank
 from fsdp_compiled.ir.program import Port
 from fsdp_compiled.plan.plan import Division, Slot
 from fsdp_compiled.plan.rows import own_rows
-from fsdp_compiled.runtime.eager_bounds import TINY, gradient_bound, largest, off, returned_off
+from fsdp_compiled.runtime.eager_comparison import TINY, VerifiedPrograms, gradient_bound, largest, off, returned_off
 from fsdp_compiled.runtime.eager_run import EagerRun, Place
 from fsdp_compiled.runtime.fsdp.module_plan import ModulePlan
 from fsdp_compiled.runtime.fsdp.module_state import traced
@@ -34,7 +34,6 @@ from fsdp_compiled.runtime.fsdp.parameter_group import Entry
 from fsdp_compiled.runtime.programs.compile import Compiled
 from fsdp_compiled.runtime.programs.request import Request
 from fsdp_compiled.runtime.rng import default_generator
-from fsdp_compiled.runtime.verified_programs import VerifiedPrograms
 
 
 class VerifiedCalls:
