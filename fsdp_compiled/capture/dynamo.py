@@ -24,7 +24,7 @@ from torch.utils import _pytree as pytree
 
 from fsdp_compiled.capture import object_identity
 from fsdp_compiled.capture.aot import CaptureError
-from fsdp_compiled.capture.batch_changes import contents, left
+from fsdp_compiled.capture.batch_objects import contents, left
 from fsdp_compiled.capture.blocks.repeated_calls import Repeats
 from fsdp_compiled.capture.captured import (
     CURE,

@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
-from fsdp_compiled.capture.batch_changes import contents, leave
+from fsdp_compiled.capture.batch_objects import closed, contents, leave
 from fsdp_compiled.capture.global_modes import check_transforms, outside_modes, untraced
 from fsdp_compiled.capture.model_tensors import named_parameters
 from fsdp_compiled.distributed.call_log import Calls
@@ -38,7 +38,6 @@ from fsdp_compiled.runtime.fsdp.extended_parameter import Extended
 from fsdp_compiled.runtime.fsdp.module_plan import ModulePlan, make
 from fsdp_compiled.runtime.fsdp.module_run import Run, run_program
 from fsdp_compiled.runtime.fsdp.module_state import ModuleState, lay_out, states_in, traced
-from fsdp_compiled.runtime.fsdp.opened_arguments import closed
 from fsdp_compiled.runtime.fsdp.parameter_group import ParameterGroup
 from fsdp_compiled.runtime.fsdp.verified_call import Verified, VerifiedCalls
 from fsdp_compiled.runtime.programs.compile import PLAIN, Compiled

@@ -21,11 +21,11 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
 from torch.distributed.fsdp import UnshardHandle
 
+from fsdp_compiled.capture.batch_objects import check_unchanged, opened
 from fsdp_compiled.capture.fake_inputs import cast
 from fsdp_compiled.plan.plan import Division
 from fsdp_compiled.runtime.fsdp.module_call import ModuleCall, shared_calls
 from fsdp_compiled.runtime.fsdp.module_state import ModuleState, lay_out, state_of, states_in, traced, tracing
-from fsdp_compiled.runtime.fsdp.opened_arguments import check_unchanged, opened
 from fsdp_compiled.runtime.fsdp.parameter_group import ParameterGroup
 
 _classes: dict[type[nn.Module], type[nn.Module]] = {}
