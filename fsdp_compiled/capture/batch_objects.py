@@ -11,7 +11,7 @@ compile_sharded the caller's containers stay as they are, and a warning says so 
 **Arguments that a program cannot take as they are**, in a loop of the user's own: dataclasses and arrays of numpy.
 
     model(Batch(tokens, 0.5), array)          called with these
-    closed(args)                              Closed(Batch, (tokens, 0.5)), Closed(ndarray, (tensor over its memory,))
+    closed(args)                              Closed(Batch, (tokens, 0.5)), Closed(Array, (tensor over its memory,))
     opened(args)                              in the trace: a Batch again, and an array
 
 pytree opens `Closed`: the tensors inside are inputs of the program, and all else is in the program's key. A program
@@ -26,7 +26,6 @@ import dataclasses
 from collections.abc import Iterable
 from typing import Any
 
-import numpy as np
 import torch
 from torch.utils import _pytree as pytree
 
@@ -96,6 +95,10 @@ def leave(before: Contents, changes: list[tuple[int, list[Any], list[int], list[
             container[:] = now
 
 
+class Array:
+    """Stands for the class of numpy's arrays, which need not be installed."""
+
+
 class Closed:
     """An argument of class ``kind`` and its contents. ``names``: the attributes' names, if it is a dataclass."""
 
@@ -126,9 +129,10 @@ def closed(value: Any) -> Any:
         return type(value)(map(closed, value))
     if type(value) is dict:
         return {key: closed(one) for key, one in value.items()}
-    if isinstance(value, np.ndarray) and type(value) is np.ndarray and value.dtype.kind in PLAIN_DTYPES:
+    kind = type(value)
+    if (kind.__module__, kind.__qualname__) == ("numpy", "ndarray") and value.dtype.kind in PLAIN_DTYPES:
         usual = value.flags.writeable and all(stride >= 0 for stride in value.strides)
-        return Closed(np.ndarray, (), [torch.from_numpy(value if usual else value.copy())])
+        return Closed(Array, (), [torch.from_numpy(value if usual else value.copy())])
     if is_dataclass(value):
         names = tuple(vars(value))
         return Closed(type(value), names, [closed(getattr(value, name)) for name in names])
@@ -150,7 +154,7 @@ def opened(value: Any, made: list[tuple[Any, list[Any]]]) -> Any:
     """The original arguments again; traced. Adds each new container to ``made``, with its contents."""
     if isinstance(value, Closed):
         inner = [opened(one, made) for one in value.values]
-        if value.kind is np.ndarray:
+        if value.kind is Array:
             return inner[0].numpy()
         found: Any = object.__new__(value.kind)
         for name, one in zip(value.names, inner, strict=True):

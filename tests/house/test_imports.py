@@ -346,3 +346,32 @@ def test_the_package_by_itself_and_a_listing_import_no_torch() -> None:
     code = "import sys, fsdp_compiled, fsdp_compiled.cli; assert 'torch' not in sys.modules; fsdp_compiled.Policy; "
     code += "from fsdp_compiled import fully_shard; assert callable(fully_shard) and 'torch' in sys.modules"
     subprocess.run([sys.executable, "-P", "-c", code], check=True)
+
+
+ALONE = """
+import sys
+
+sys.modules.update(dict.fromkeys(NAMES))  # as if not installed
+import torch
+from fsdp_compiled import Policy, compile_sharded, fully_shard
+
+for face in (0, 1):
+    model = torch.nn.Linear(4, 1)
+    optimizer = torch.optim.AdamW(model.parameters())
+    x = torch.ones(2, 4)
+    if face:
+        sharded = compile_sharded(model, optimizer, loss=lambda model, x: model(x).sum(), policy=Policy(lower="eager"))
+        assert sharded.step(x).isfinite() and "peak" in str(sharded.program)
+        sharded.save(FOLDER, wait=True)
+        sharded.load(FOLDER)
+    else:
+        fully_shard(model, policy=Policy(lower="eager"))
+        model(x).sum().backward()
+        optimizer.step()
+"""
+
+
+def test_it_trains_with_nothing_installed_but_its_dependencies(tmp_path: Path) -> None:
+    names = ["numpy", "transformers", "matplotlib", "rich", "tensorboard", "accelerate", "hypothesis", "pytest"]
+    code = ALONE.replace("NAMES", repr(names)).replace("FOLDER", repr(str(tmp_path / "run")))
+    subprocess.run([sys.executable, "-P", "-W", "ignore", "-c", code], check=True)
