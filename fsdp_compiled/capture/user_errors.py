@@ -1,9 +1,9 @@
 """A call ends in the exception that the user's code raises, as in eager PyTorch: ``except Stop`` catches it.
 
 If the code raises while it is traced, Dynamo raises an error of its own, and may not even be able to construct the
-exception. So if a trace ends at a ``raise`` or an ``assert`` of the user's, Python itself runs the same call once more,
-on the fake tensors of the trace. If this run raises at that line, the call raises the user's exception. Its changes to
-Python objects stay, as in eager PyTorch.
+exception. So if a trace ends at a ``raise`` or an ``assert`` of the user's, or where Dynamo saw Python raise (a key
+that is missing, ``1 / 0``), Python itself runs the same call once more, on the fake tensors of the trace. If this run
+raises at that line, the call raises the user's exception. Its changes to Python objects stay, as in eager PyTorch.
 
 The trace's refusal is raised instead if a fake tensor would be left anywhere, also in the exception, or if eager
 PyTorch would have written to a tensor or drawn random numbers before it raised.
@@ -47,7 +47,8 @@ def own_exception(
     modes: GlobalModes | None = None,
 ) -> Exception | None:
     """The user's exception to raise after `dynamo.trace_whole` ended in ``refusal``; None if the refusal stands."""
-    lines = {line for frame in _frames(refusal.__cause__) if (line := _statement(*frame))}
+    seen = _seen(refusal)
+    lines = {line for frame in _frames(refusal.__cause__) if (line := _statement(*frame, seen))}
     batch = batch_tensors(args, kwargs)
     fakes = [one for group in (tensors.parameters, tensors.plain, tensors.buffers, batch) for one in group.values()]
     if not lines:
@@ -72,10 +73,12 @@ def own_exception(
             raised = error
         replaced = any(place.table.get(place.key) is not trace.tensors[place.name] for place in trace.places)
     del trace
-    last = list(traceback.walk_tb(raised.__traceback__))[-1]
-    if _statement(last[0].f_code.co_filename, last[1]) not in lines:
+    places = [(frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(raised.__traceback__)]
+    # Python may raise below the user's line, as `nn.Module.__getattr__` does.
+    place = next(filter(lambda place: is_users(place[0]), reversed(places)), places[-1]) if seen else places[-1]
+    raises = _statement(*place, "") is not None or type(raised).__name__ in seen
+    if _statement(*place, seen) not in lines or not raises:
         return None
-    del last
     for one in _chain(raised, outer):
         traceback.clear_frames(one.__traceback__)
     gc.collect()
@@ -114,18 +117,26 @@ def _frames(error: BaseException | None) -> Iterator[tuple[str, int]]:
         yield from ((file, int(line)) for file, line in re.findall(r'File "([^"]+)", line (\d+)', str(error)))
 
 
-def _statement(file: str, line: int) -> tuple[str, int] | None:
-    """The user's ``raise`` or ``assert`` statement that contains this line, by its file and first line."""
-    first = next((first for first, last in _raising(file) if first <= line <= last), None) if is_users(file) else None
+def _seen(refusal: BaseException) -> str:
+    """The name of Dynamo's class for the exception that it saw Python raise, ``ObservedKeyError``; empty if none."""
+    name = type(getattr(refusal.__cause__, "__cause__", None)).__name__
+    return name if name.startswith("Observed") else ""
+
+
+def _statement(file: str, line: int, seen: str) -> tuple[str, int] | None:
+    """The innermost statement of the user's that contains this line, by its file and first line. It is a ``raise`` or
+    an ``assert``, unless Dynamo saw (``seen``) an exception."""
+    kinds: Any = ast.stmt if seen else ast.Raise | ast.Assert
+    spans = _spans(file, kinds) if is_users(file) else []
+    first = max((first for first, last in spans if first <= line <= last), default=None)
     return None if first is None else (file, first)
 
 
 @lru_cache(64)
-def _raising(file: str) -> list[tuple[int, int]]:
-    """The first and the last line of each statement of a file that raises."""
+def _spans(file: str, kinds: Any) -> list[tuple[int, int]]:
+    """The first and the last line of each statement of these kinds in a file."""
     try:
         tree = ast.parse("".join(linecache.getlines(file)))
     except (SyntaxError, ValueError):
         return []
-    found = (node for node in ast.walk(tree) if isinstance(node, ast.Raise | ast.Assert))
-    return [(node.lineno, node.end_lineno or node.lineno) for node in found]
+    return [(node.lineno, node.end_lineno or node.lineno) for node in ast.walk(tree) if isinstance(node, kinds)]

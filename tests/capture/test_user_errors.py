@@ -63,6 +63,36 @@ def again(net: Net, x: torch.Tensor) -> None:
         raise
 
 
+def absent_key(net: Net, _: torch.Tensor) -> None:
+    net.table["absent"]
+
+
+def past_the_end(net: Net, x: torch.Tensor) -> None:
+    if [1, 2][net.calls + 7]:
+        x = x * 2
+
+
+def by_zero(net: Net, x: torch.Tensor) -> None:
+    x * (1 / (net.calls - net.calls))
+
+
+def absent_attribute(net: Net, x: torch.Tensor) -> None:
+    x * net.absent
+
+
+def too_many(net: Net, x: torch.Tensor) -> None:
+    one, _ = net.calls, net.calls, net.calls  # type: ignore[misc]
+    x * one
+
+
+def no_number(_: Net, x: torch.Tensor) -> None:
+    x * int("a")
+
+
+def emptied(_: Net, x: torch.Tensor) -> None:
+    x * next(iter([]))
+
+
 def leaves(net: Net, x: torch.Tensor) -> None:
     LEFT.append(x + 1)
     raise Stop(net.calls)
@@ -109,6 +139,7 @@ class Net(nn.Module):
         super().__init__()
         torch.manual_seed(0)
         self.layer, self.raises, self.fails, self.calls = nn.Linear(4, 4), raises, False, 0
+        self.table: dict[str, float] = {}
         self.register_buffer("seen", torch.zeros(()))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -153,7 +184,8 @@ def ends(net: Net, face: str) -> list[Any]:
         except Exception as error:
             others = [type(other).__name__ for other in (error.__cause__, error.__context__)]
             last = traceback.extract_tb(error.__traceback__)[-1].name
-            found += [type(error), str(error), getattr(error, "at", None), last, others, net.calls]
+            said = str(error).replace("FSDPNet", "Net")  # as FSDP2 names the class
+            found += [type(error), said, getattr(error, "at", None), last, others, net.calls]
     return found
 
 
@@ -164,8 +196,12 @@ def in_turns(*raises: Any) -> list[Any]:
 
 
 @pytest.mark.parametrize(
-    ("raises", "face"), in_turns(stop, over_lines, bare, of_a_size, from_another, while_another, again)
-)
+    ("raises", "face"),
+    in_turns(
+        stop, over_lines, bare, of_a_size, from_another, while_another, again, absent_key, past_the_end, by_zero,
+        absent_attribute, too_many, no_number, emptied,
+    ),
+)  # fmt: skip
 def test_a_step_ends_in_what_the_code_raises_and_the_next_ones_train(raises: Any, face: str) -> None:
     assert ends(Net(raises), face) == ends(Net(raises), "eager")
 
