@@ -109,6 +109,7 @@ class Capture:
     layouts: Mapping[Port, Layout] = field(default_factory=dict)  # of results that are DTensors
     asked: frozenset[str] = frozenset()  # attributes that the code reads on tensors and that are not PyTorch's
     carried: frozenset[str] = frozenset()  # buffers and constants that get a value with an autograd graph
+    replaced: frozenset[str] = frozenset()  # buffers that get another tensor, and are not written in place
 
     @cached_property
     def written(self) -> tuple[str, ...]:
@@ -160,16 +161,23 @@ class Objective(nn.Module):
         return self.forward(*args, **kwargs)
 
 
-def find_loss(result: Any, first: bool) -> Any:
-    """The loss in a returned value: the value itself, its ``.loss``, its ``["loss"]`` or, with ``first``, the first
-    element of a tuple or list."""
+def is_pair(result: Any, loss: Callable[..., Any] | None) -> bool:
+    """Whether what a loss function returned is ``(loss, aux)``."""
+    return loss is not None and isinstance(result, tuple) and len(result) == 2
+
+
+def find_loss(result: Any, loss: Callable[..., Any] | None) -> Any:
+    """The loss in a returned value: the value itself, its ``.loss``, its ``["loss"]`` or the first element of
+    ``(loss, aux)``; where the model returns its loss itself, the first element of any tuple or list."""
+    if is_pair(result, loss):
+        return result[0]
     if isinstance(result, torch.Tensor):
         return result
     if isinstance(result, Mapping) and "loss" in result:
         return result["loss"]
     if getattr(result, "loss", None) is not None:
         return result.loss
-    return result[0] if first and isinstance(result, tuple | list) and result else result
+    return result[0] if loss is None and isinstance(result, tuple | list) and result else result
 
 
 def own(value: Any) -> Any:

@@ -35,6 +35,7 @@ from fsdp_compiled.capture.captured import (
     apart_from_others,
     batch_tensors,
     find_loss,
+    is_pair,
     own,
 )
 from fsdp_compiled.capture.dynamo_run import Trace, closed, output_ports
@@ -122,8 +123,8 @@ def trace_whole(
             return own(apart_from_others(result) if results else result), None, False, replaced, said, touched
         if results:
             return apart_from_others(result), None, False, replaced, said, touched
-        pair = loss is not None and isinstance(result, tuple) and len(result) == 2
-        value, aux = result if pair else (find_loss(result, first=loss is None), None)
+        pair = is_pair(result, loss)
+        value, aux = find_loss(result, loss), result[1] if pair else None
         if isinstance(value, torch.Tensor):
             value = whole(value).clone().detach()  # `Trace.program` differentiates what is detached here
         return value, own(aux), pair, replaced, said, touched
@@ -247,7 +248,10 @@ def trace_whole(
     lain = {leaf: one for leaf, one in zip(leaves, made.layouts) if one is not None and isinstance(leaf, Port)}
     carried = {name.removeprefix("model.") for name in made.touched} if results else set()
     carried |= {name for name, new in made.side_effects.state.items() if new.requires_grad}
-    return Capture(program, made.constants, made.spec, leaves, made.guards, lain, frozenset(asked), frozenset(carried))
+    return Capture(
+        program, made.constants, made.spec, leaves, made.guards, lain, frozenset(asked), frozenset(carried),
+        frozenset(made.replaced),
+    )  # fmt: skip
 
 
 def _check_next(made: Trace, trace: Callable[[Collection[str]], Trace]) -> None:

@@ -74,6 +74,7 @@ class Trace:
         self.code: set[types.CodeType] = set()
         self.results: list[Any] = []
         self.inside: set[int] = set()  # results that are inside of returned objects, by identity
+        self.replaced: set[str] = set()  # buffers that get another tensor, and are not written in place
         self.module: fx.GraphModule | None = None
 
     def backend(self, module: fx.GraphModule, inputs: list[torch.Tensor]) -> Callable[..., Any]:
@@ -285,6 +286,7 @@ def output_ports(
                 f"{new.dtype} {list(new.shape)}. A buffer keeps its shape and dtype."
             )
         ports[id(new)] = Port("out", "buffer", port.name)
+        trace.replaced.add(port.name)
     for name, new in kept.items():
         ports[id(new)] = Port("out", "constant", name)
     return ports

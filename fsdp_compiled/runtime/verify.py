@@ -202,7 +202,7 @@ class Verification:
                 )  # copies containers, which the code may change
                 result = call(*(() if loss_of is None else (model,)), *batch, **named)
                 if not evaluates:
-                    loss = whole(find_loss(result, self._loss is None))
+                    loss = whole(find_loss(result, self._loss))
                     own = float(loss.detach())
                     if compares and loss.requires_grad:
                         run.backward([loss], [torch.full_like(loss, scale)])
@@ -295,7 +295,7 @@ class Verification:
     def _results_off(self, expected: Expected, found: Any) -> str | None:
         if expected.compiled.kind == "forward":
             return returned_off(found, expected.result, self._plan)
-        loss, theirs = (find_loss(one, self._loss is None) for one in (found, expected.result))
+        loss, theirs = (find_loss(one, self._loss) for one in (found, expected.result))
         mean = theirs.new_tensor(expected.mean)
         said = result_off("the loss", whole(loss), mean, self._plan)
         return said or returned_off(found, expected.result, self._plan, theirs)

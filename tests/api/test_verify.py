@@ -272,6 +272,11 @@ class Unused(nn.Module):
 HALF = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 
 
+def with_aux(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> Any:
+    out = model(x)
+    return nn.functional.mse_loss(out, y), {"out": out, "rows": len(x)}
+
+
 @pytest.mark.parametrize(
     ("model", "optimizer", "options", "policy"),
     [
@@ -288,10 +293,30 @@ def test_what_is_right_is_no_difference(
     torch.manual_seed(0)
     one = model()
     made = optimizer(one.parameters(), lr=0.01, **options)  # type: ignore[call-arg]
-    sharded = compile_sharded(one, made, loss=mse, policy=Policy(verify=1, **policy))
+    loss = with_aux if policy["lower"] == "eager" else mse
+    sharded = compile_sharded(one, made, loss=loss, policy=Policy(verify=1, **policy))
     for batch in batches(4, 4):
         sharded.step(*batch)
     assert int(sharded.state.step) == 4
+
+
+@pytest.mark.parametrize("what", ["loss", "aux"])
+def test_a_stale_read_beside_aux_is_an_error(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the loss, or in ``aux`` alone."""
+
+    def loss(model: Any, x: torch.Tensor, y: torch.Tensor) -> Any:
+        out = model.linear(x)
+        gains = (model.gain, 1.0) if what == "loss" else (1.0, model.gain)
+        return nn.functional.mse_loss(out, y) * gains[0], {"out": out * gains[1]}
+
+    model = Reads(lambda _: 1.0)
+    sharded = compile_sharded(model, adamw(model), loss=loss, policy=Policy(lower="eager", verify=1))
+    batch = batches(1, 4)[0]
+    sharded.step(*batch)
+    monkeypatch.setattr(Guards, "hold", lambda _: True)
+    model.gain = 2.0
+    with pytest.raises(RankError, match="in eager PyTorch"):
+        sharded.step(*batch)
 
 
 def test_which_calls_are_verified(monkeypatch: pytest.MonkeyPatch) -> None:
