@@ -69,6 +69,50 @@ def test_a_write_to_a_result_is_one_to_the_other(both: tuple[Any, Any], gradient
     assert same is x
 
 
+class Writes(Net):
+    def __init__(self, write: Callable[[torch.Tensor, torch.Tensor], Any]) -> None:
+        super().__init__()
+        self.write = write
+
+    def forward(self, x: torch.Tensor) -> Any:
+        y = self.linear(x) * self.bank.clone().sum(0)
+        return y, self.write(self.bank, y.detach().sum(0))
+
+
+WRITTEN: dict[str, Callable[[torch.Tensor, torch.Tensor], Any]] = {
+    "added to": lambda bank, _: bank.add_(1),
+    "filled": lambda bank, _: bank.fill_(3.0),
+    "through data": lambda bank, _: (bank.data.mul_(0.5), bank)[1],
+    "a part of it": lambda bank, y: (bank[1:].lerp_(y, 0.5), bank[:2])[1],
+    "copied to": lambda bank, y: (bank.copy_(y), bank.t())[1],
+    "what was copied": lambda bank, y: (bank.copy_(new := (y * 2).expand(3, 4).contiguous()), new)[1],
+    "equal to it": lambda bank, _: (bank + 1, bank.add_(1))[0],
+}
+
+
+@pytest.mark.parametrize("how", WRITTEN)
+def test_a_buffer_that_forward_writes_and_returns_is_the_buffer(how: str) -> None:
+    """The loop writes to what it got, and keeps it: the next forward reads that, and writes to what was kept."""
+    found = []
+    for sharded in (False, True):
+        torch.manual_seed(0)
+        net: Any = Writes(WRITTEN[how])
+        net = fully_shard(net) if sharded else net
+        kept, seen = [], list[Any]()
+        for step in range(4):
+            with torch.set_grad_enabled(step != 3):
+                y, bank = net(torch.ones(2, 4))
+            if step != 3:
+                y.sum().backward()
+            with torch.no_grad():
+                bank.mul_(2)
+            kept.append(bank)
+            seen.append(y.sum().item())
+        seen += [one.sum().item() for one in kept] + relations((*kept,), net.bank)
+        found.append(seen)
+    assert found[1][:8] == pytest.approx(found[0][:8], rel=1e-5) and found[1][8:] == found[0][8:]
+
+
 def test_gradients_pass_through_each_of_them(both: tuple[Any, Any]) -> None:
     found = []
     for net in both:

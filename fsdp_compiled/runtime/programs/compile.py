@@ -134,7 +134,8 @@ class Compiled:
     @cached_property
     def aliases(self) -> tuple[Alias, ...]:
         """The results that share memory with inputs, buffers or other results in eager PyTorch."""
-        return aliases_of(self.program, self.inputs, 1 if self.kind == "training" else 2)
+        copies = 1 if self.kind == "training" else 2
+        return aliases_of(self.program, self.inputs, copies, self.capture.replaced)
 
     @property
     def stages(self) -> tuple[Program, ...]:

@@ -3,8 +3,9 @@
     return y, self.bank, x.view(4, 2), y.t()    1: buffer bank    2: view(batch 0)    3: t(result 0)
 
 A program returns new tensors. In eager PyTorch a write to such a result is a write to the tensor that it aliases. So
-that tensor itself is returned, or a view of it, made again by the operators that forward called. Results are copies
-where forward wrote in place, where sizes of views move, and where a view's base is neither an input nor a result.
+that tensor itself is returned, or a view of it, made again by the operators that forward called. A buffer that forward
+wrote in place is returned too: it holds what was written. Results are copies where forward replaced a buffer, wrote to
+an input, where sizes of views move, and where a view's base is neither an input nor a result.
 
 A result without a gradient (``y.detach()``) shares only the other's memory. A result whose gradient does not simply add
 to the other's is a copy: an `autograd.Function` that reverses a gradient returns a view, which autograd must not take
@@ -13,7 +14,7 @@ for one.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -41,11 +42,19 @@ class Alias(NamedTuple):
     detached: bool
 
 
-def aliases_of(program: Program, inputs: Sequence[Port], copies: int) -> tuple[Alias, ...]:
-    """Finds the aliases. ``copies``: how many clones of each result the trace made (`capture.captured.Objective`)."""
+def aliases_of(
+    program: Program, inputs: Sequence[Port], copies: int, replaced: Collection[str] = ()
+) -> tuple[Alias, ...]:
+    """Finds the aliases. ``copies``: how many clones of each result the trace made (`capture.captured.Objective`).
+    ``replaced``: buffers of which the program writes the tensor that eager PyTorch leaves to its other holders."""
     nodes = program.inputs
     written = {origin(target) for node in program.graph.nodes for target in mutated(node)}
     places = {nodes[port]: place for place, port in enumerate(inputs) if port in nodes and port.kind in GIVEN}
+    left = {  # by what was written there last
+        node.args[1]: places[node.args[0]]
+        for node in program.graph.find_nodes(op="call_function", target=aten.copy_.default)
+        if node.args[0] in places and inputs[places[node.args[0]]].name not in replaced
+    }
     results = {port: node for port, node in program.outputs.items() if port.kind == "result" and node is not None}
     bases = {port: base for port, node in results.items() if (base := _without(node, copies)) is not None}
     tangents = {port: nodes.get(Port("in", "tangent", port.name, port.part)) for port in bases}
@@ -60,7 +69,7 @@ def aliases_of(program: Program, inputs: Sequence[Port], copies: int) -> tuple[A
         while is_view(base) and len(base.all_input_nodes) == 1 and not base.kwargs:
             views.append(_again(base))
             base = base.all_input_nodes[0]
-        of = places.get(base, whole.get(base))
+        of = places.get(base, left.get(base, whole.get(base)))
         if of is None or of == port or base in written:
             continue
         if port in joins:
