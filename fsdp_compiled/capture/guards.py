@@ -52,7 +52,15 @@ from fsdp_compiled.capture.closure_values import Closed
 from fsdp_compiled.capture.layers_across_ranks import SequenceAttention
 from fsdp_compiled.capture.looked_up_names import HOOKS, AbsentNames, Hooks, Methods, is_empty, is_ours
 from fsdp_compiled.capture.model_tensors import is_wrapped
-from fsdp_compiled.capture.object_identity import EqualValues, KeyOrders, has_equals, has_order, has_text, makes_texts
+from fsdp_compiled.capture.object_identity import (
+    EqualValues,
+    KeyOrders,
+    check_text,
+    has_equals,
+    has_order,
+    has_text,
+    makes_texts,
+)
 from fsdp_compiled.capture.python_answers import SIGNATURE, Answers, Asked
 from fsdp_compiled.capture.side_effects import unwrapped
 from fsdp_compiled.torch_private.dynamo import cache_entries, closure_vars
@@ -176,6 +184,7 @@ class Recorder:
         hooks, methods = Hooks(self.root, self.empty), Methods(self.values.values(), self.code)
         for name, value in {**self._met, **self.values}.items() if makes_texts(self.code, self.values.values()) else ():
             if has_text(value):
+                check_text(plain_names(name), value)
                 self._equals.note(name, value, "")
         unseen = (
             self._orders,

@@ -33,8 +33,10 @@ from collections.abc import Iterable
 from types import CodeType
 from typing import Any
 
+import torch
 from torch import nn
 
+from fsdp_compiled.capture.aot import CaptureError
 from fsdp_compiled.capture.source_lines import is_users
 from fsdp_compiled.torch_private.dynamo import (
     ClosureSource,
@@ -144,6 +146,25 @@ def has_text(value: Any) -> bool:
     if isinstance(value, list | tuple):
         return any(map(has_text, value)) and _is_written(value)
     return isinstance(value, dict) and bool(value) and _is_written(value)
+
+
+def check_text(name: str, value: Any) -> None:
+    """Raises `CaptureError` for a value of which Dynamo of this PyTorch makes another text than Python: before 2.13, an
+    ``OrderedDict`` or a ``defaultdict``, which it writes as a plain dictionary."""
+    if torch.__version__ < "2.13" and (kind := _subclass_inside(value)) is not None:
+        raise CaptureError(
+            f"Forward may make a text of {name}, which is or holds a dictionary of class {kind.__qualname__}, and a "
+            f"trace of PyTorch {torch.__version__} writes it otherwise than Python.\n"
+            "  Cure: use PyTorch 2.13 or later, or a plain dict."
+        )
+
+
+def _subclass_inside(value: Any) -> type | None:
+    if isinstance(value, dict):
+        return type(value) if type(value) is not dict else _subclass_inside(list(value.values()))
+    if isinstance(value, list | tuple):
+        return next(filter(None, map(_subclass_inside, value)), None)
+    return _subclass_inside(vars(value)) if has_text(value) else None
 
 
 def _is_written(value: Any) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -11,10 +11,14 @@ import pytest
 import torch
 from torch import nn
 
+from fsdp_compiled import CaptureError, fully_shard
 from fsdp_compiled.capture import guards, object_identity
-from fsdp_compiled.capture.object_identity import EqualValues, has_equals
+from fsdp_compiled.capture.object_identity import EqualValues, check_text, has_equals
 from tests.changes import beside
+from tests.chosen import needs_torch
 
+TEXT = "text of a value"
+MISREAD = "its Dynamo writes an OrderedDict as a dict: refused"
 LISTS = torch.__version__ >= "2.13"  # Dynamo asked the keys of ``list(table)`` itself before
 
 
@@ -38,7 +42,7 @@ READ: dict[str, tuple[Any, Any, Callable[[Any], Any]]] = {  # what is read first
     "another key in a display": ({2: 1}, {3: 1}, lambda held: [*held].pop()),
     "another name in a list of keys": ({"a": 1}, {"bc": 1}, lambda held: len(list(held).pop())),
     "text of a dictionary": ({"a": 1}, {"a": 1, "b": 2}, lambda held: len(str(held))),
-    "text of a value": (OrderedDict(a=1), OrderedDict(a=222), lambda held: len(f"{held}")),
+    TEXT: (OrderedDict(a=1), OrderedDict(a=222), lambda held: len(f"{held}")),
     "text of a dictionary in a list": ([{"a": 1}], [{"a": 1, "b": 2}], lambda held: len("%s" % held)),  # noqa: UP031
     "text of a dataclass": (Named("a"), Named("longer"), lambda held: len(str(held))),
 }
@@ -72,13 +76,17 @@ def losses(kind: str, blocks: int, changed: int) -> tuple[list[float], list[floa
 
 @pytest.mark.parametrize("kind", READ)
 def test_it_is_seen(kind: str) -> None:
+    if kind == TEXT:
+        needs_torch((2, 13), MISREAD)
     eager, ours, captures = losses(kind, 1, 0)
     assert eager[2] != eager[1] and ours == eager and captures == 2
 
 
-@pytest.mark.parametrize("kind", ["zero", "number in a tuple", "another key in a list of keys", "text of a value"])
+@pytest.mark.parametrize("kind", ["zero", "number in a tuple", "another key in a list of keys", TEXT])
 def test_in_a_block_like_others_it_is_seen(kind: str) -> None:
     """Which is written, and not walked through."""
+    if kind == TEXT:
+        needs_torch((2, 13), MISREAD)
     eager, ours, captures = losses(kind, 7, 5)
     assert eager[2] != eager[1] and ours == eager and captures == 2
 
@@ -105,3 +113,23 @@ def test_nothing_is_asked_of_other_numbers_nor_of_modules_of_pytorch() -> None:
     assert values.changed({"m": model}) is None and list(values.read) == ["m[0].eps"]
     model[0].eps = -0.0
     assert values.changed({"m": model}) == "m[0].eps"
+
+
+@pytest.mark.parametrize("held", [OrderedDict(a=1), {"a": [OrderedDict(b=1)]}, [defaultdict(int, a=1)]])
+def test_a_text_that_older_releases_write_otherwise_is_refused_there(
+    held: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The control: a plain dictionary, and a newer release."""
+    monkeypatch.setattr(torch, "__version__", "2.12.1")
+    with pytest.raises(CaptureError, match=r"model.held.* writes it otherwise than Python.*\n  Cure: use PyTorch 2.13"):
+        check_text("model.held", held)
+    check_text("model.held", {"a": [1], "b": Named("a")})
+    monkeypatch.setattr(torch, "__version__", "2.13.0")
+    check_text("model.held", held)
+
+
+@pytest.mark.skipif(torch.__version__ >= "2.13", reason="a trace writes them as Python does")
+def test_it_is_refused() -> None:
+    model = fully_shard(Block(OrderedDict(a=1), READ[TEXT][2]))
+    with pytest.raises(CaptureError, match="writes it otherwise than Python"):
+        model(torch.ones(2, 3))
