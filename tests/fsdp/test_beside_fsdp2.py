@@ -24,7 +24,7 @@ ON_TWO = (
 )  # fmt: skip
 ON_FOUR = (
     "replicas_wait", "replicas_wait_in_bfloat16", "ranks_and_replicas_wait", "parts_wait", "divided_by_three",
-    "hooked_replicas", "other_dims_on_replicas", "other_dims_cut",
+    "hooked_replicas", "other_dims_on_replicas", "other_dims_cut", "within_groups",
 )  # fmt: skip
 BROKEN = ("broken", "hooked_broken", "other_dims_broken")
 REFUSED = {
