@@ -2,7 +2,8 @@
 
 *core*     Without it there is no product. `require` raises `UnsupportedTorch`, which names it.
 *defence*  It finds what would be wrong in silence. Without it that is said once.
-*speed*    It only makes something faster. Without it that is left out, which is said once, with its cost.
+*speed*    It only makes something faster, or shows more of it. Without it that is left out, which is said once, with
+           its cost.
 
 What the table names is looked up by `find`, and by nothing else: a name that is gone is an error of nobody's import. A
 model can be captured the *plain way*: with public calls and the core, and with no function of PyTorch replaced. That is
@@ -177,6 +178,8 @@ TABLE: dict[str, Use] = {
         "cpu_vec_isa._get_isa_dry_compile_fingerprint", "output_code.CompiledFxGraph",
         "standalone_compile", "standalone_compile.CacheCompiledArtifact", "standalone_compile.CompiledArtifact",
     )), "programs run as with Policy(lower='eager'), operator by operator, and nothing is kept on disk"),
+    "artefacts for tlparse": Use("speed", ("torch._logging.trace_structured",),
+        "programs are not in the log that TORCH_TRACE asks for"),
 }  # fmt: skip
 
 # What is done by the fast way alone.

@@ -45,6 +45,7 @@ from fsdp_compiled.lower.split_forward_backward import reached, whole_gradients
 from fsdp_compiled.lower.trials import calls_kernels, failures
 from fsdp_compiled.optim.rule import Rule
 from fsdp_compiled.plan.plan import Plan
+from fsdp_compiled.report import torch_trace
 from fsdp_compiled.runtime.programs.compile import (
     Compiled,
     ProgramSpec,
@@ -138,6 +139,7 @@ class ProgramMaker:
 
         uneven = self.plan.uneven
         compiled = self.together(build, self._compared, lambda made: made.program.outline(uneven))
+        torch_trace.emit(label, compiled.number, compiled.program, lambda: compiled.stages)
         replayed = self.can_replay(compiled)
         room()
         compiled.runner, compiled.lowered = self.lower(compiled.split.forward if compiled.split else compiled.program)
