@@ -167,6 +167,8 @@ ACHIEVED = {
     "mi300x": Achieved(0.47, 0.55, 0.35),  # not fitted: SemiAnalysis, MI300X vs H100 vs H200, 2024: 620 of 1307e12
 }
 ERROR = (0.04, 0.33)  # of predicted seconds: the median and the worst of ``bench/results/published.json``, not fitted
+JUDGED = ("a100", "a100-40", "h100")  # the GPUs of these runs, all of eager PyTorch
+PEAK_ERROR = 0.05  # of a predicted peak: the bound to which tests hold it, against an allocator on a CPU
 MEMORY = 0.85  # the part of memory's promised rate that one fused kernel reaches (STREAM's triad on these GPUs)
 WIRE = 0.8  # the part of NVLink's and the NICs' promised rate that large collectives reach (NVIDIA/nccl-tests, busbw)
 LAUNCH = 8e-6  # seconds of the host for an operator of eager PyTorch

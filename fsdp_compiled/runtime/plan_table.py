@@ -1,7 +1,7 @@
 """What `plan` found, as a table, as JSON and as a picture: ways to train, and what each of them costs.
 
-                                   fits  peak GiB   step s  tok/s/GPU    MFU  exposed  bound by
-zero3 shard 8, 1x8 rows, ...       yes       59.6     7.95       8241  48.3%     0.8%  arithmetic
+                                   fits  peak GiB   step s       tok/s/GPU    MFU  exposed  bound by
+zero3 shard 8, 1x8 rows, ...       yes       59.6     7.95 ±4%       8241  48.3%     0.8%  arithmetic
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from fsdp_compiled.plan.hardware import ERROR, GIB, Cluster
+from fsdp_compiled.plan.hardware import ERROR, GIB, JUDGED, PEAK_ERROR, Cluster
 from fsdp_compiled.policy import Policy
 
 NETWORKS = (10, 100, 400, 1600, 3200, 12800)  # Gb/s of a node's network, for the picture
@@ -98,6 +98,11 @@ class Plans:
     fewer: Mapping[str, float] = field(default_factory=dict)
 
     @property
+    def judged(self) -> bool:
+        """Whether published runs on this GPU were compared with estimates."""
+        return self.cluster.name in JUDGED
+
+    @property
     def best(self) -> Price:
         return self.prices[0]
 
@@ -111,7 +116,11 @@ class Plans:
             "way": str(one.way),
             "fits": self.fits(one),
             "peak GiB": one.peak / GIB,
+            "peak GiB band": [one.peak / GIB * (1 + sign * PEAK_ERROR) for sign in (-1, 1)],
             "step seconds": one.seconds,
+            "step seconds band": [one.seconds * (1 + sign * self.error[0]) for sign in (-1, 1)]
+            if self.judged
+            else None,
             "tokens/s/GPU": rate,
             "MFU": one.flops / one.seconds / peak,
             "exposed": one.exposed,
@@ -133,22 +142,21 @@ class Plans:
         return json.dumps(found, indent=1)
 
     def lines(self, most: int = 12) -> Iterator[str]:
-        median, worst = self.error
-        yield (
-            f"{self.ranks} x {self.cluster.name}, nodes of {self.cluster.node}, {len(self.prices)} ways priced; of "
-            f"published runs the median was off by {median:.0%}, the worst by {worst:.0%} of the time"
-        )
+        yield f"{self.ranks} x {self.cluster.name}, nodes of {self.cluster.node}, {len(self.prices)} ways priced"
+        yield from self._bands()
         rows = [self.row(one) for one in self.prices]
+        band = f" ±{self.error[0]:.0%}" if self.judged else ""
         wide = max(len(row["way"]) for row in rows[:most])
-        head = f"{'':{wide}}  fits {'peak GiB':>9} {'step s':>8} {'tok/s/GPU':>10} {'MFU':>6} {'exposed':>8}  bound by"
+        head = f"{'':{wide}}  fits {'peak GiB':>9} {'step s':>8}{'':{len(band)}} {'tok/s/GPU':>10} {'MFU':>6} "
+        head += f"{'exposed':>8}  bound by"
         yield (
             head + (f"{'':8}{'days':>8}" if "days" in rows[0] else "") + (f" {'cost':>11}" if "cost" in rows[0] else "")
         )
         for row in rows[:most]:
             line = (
                 f"{row['way']:{wide}}  {'yes' if row['fits'] else 'no':4} {row['peak GiB']:9.1f} "
-                f"{row['step seconds']:8.3g} {row['tokens/s/GPU']:10.0f} {row['MFU']:6.1%} {row['exposed']:8.1%}  "
-                f"{row['bound by']:16}"
+                f"{row['step seconds']:8.3g}{band} {row['tokens/s/GPU']:10.0f} {row['MFU']:6.1%} "
+                f"{row['exposed']:8.1%}  {row['bound by']:16}"
             )
             line += f"{row['days']:8.1f}" if "days" in row else ""
             yield (line + (f" {row['cost']:11,.0f}" if "cost" in row else "")).rstrip()
@@ -165,6 +173,16 @@ class Plans:
         if self.fewer:
             parts = (f"{change}, {part:.2f} of its time" for change, part in self.fewer.items())
             yield f"# the network bounds it; fewer bytes, for rounding or delay: {'; '.join(parts)}"
+
+    def _bands(self) -> Iterator[str]:
+        """The errors of the table's estimates, and where they come from."""
+        median, worst = self.error
+        off = f"of published runs the median was off by {median:.0%}, the worst by {worst:.0%}"
+        if self.judged:
+            yield f"step: {off}; all of these were eager PyTorch, and none was compiled"
+        else:
+            yield f"step: not compared with {self.cluster.name}; on {', '.join(JUDGED)} {off}"
+        yield f"peak: tests hold it to within {PEAK_ERROR:.0%} of an allocator on a CPU; not compared with a GPU"
 
     def __str__(self) -> str:
         return "\n".join(self.lines())
@@ -193,6 +211,10 @@ class Plans:
         figure.suptitle(f"{self.ranks} x {self.cluster.name}: estimates")
         figure.savefig(path, dpi=120)
         plt.close(figure)
+
+
+def _within(value: float, error: float) -> tuple[float, float]:
+    return value * (1 - error), value * (1 + error)
 
 
 def _set(policy: Policy) -> dict[str, Any]:

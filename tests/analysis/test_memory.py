@@ -28,6 +28,7 @@ from fsdp_compiled.ir.edit import Edit
 from fsdp_compiled.ir.program import CALL, CALL_PARTS, Port, Program
 from fsdp_compiled.lower.lowering import lower
 from fsdp_compiled.passes import run
+from fsdp_compiled.plan.hardware import PEAK_ERROR
 from fsdp_compiled.plan.plan import Plan
 from tests import models
 from tests.allocator import Gathers, Recording, held, record
@@ -37,7 +38,7 @@ from tests.parts import parts
 from tests.simulate import captured, enlist, passes, ranks
 
 WORKER = Path(__file__).parents[1] / "workers" / "memory.py"
-BOUND = 0.05
+BOUND = PEAK_ERROR
 EAGER = Policy(lower="eager", bucket_mb=0)
 
 

@@ -18,7 +18,7 @@ from fsdp_compiled import Policy, simulate
 from fsdp_compiled.analysis.roofline import flops
 from fsdp_compiled.cli import main
 from fsdp_compiled.cli.plan import LLAMAS, model_of
-from fsdp_compiled.plan.hardware import ERROR, GIB, bits, gpus
+from fsdp_compiled.plan.hardware import ERROR, GIB, JUDGED, bits, gpus
 from fsdp_compiled.runtime import plan_search
 from fsdp_compiled.runtime.plan_search import PRECISION, _at, _estimate, _figures, _priced, _Source, _traced, of_config
 from fsdp_compiled.runtime.plan_table import Plans, Price, Way, policy_text
@@ -149,6 +149,22 @@ def test_what_is_printed_can_be_pasted_and_read() -> None:
     assert read["ways"][0]["MFU"] < 1 and read["ways"][0]["cost"] == pytest.approx(read["ways"][0]["days"] * 24 * 32)
 
 
+def test_each_row_has_its_error_band_where_one_is_known() -> None:
+    def told(*lines: str) -> list[str]:
+        return [line for line in lines if line.startswith(("zero", "ddp"))]
+
+    first, step, peak, *rest = str(found()).splitlines()
+    assert "ways priced" in first and "median was off by 4%, the worst by 33%; all of these were eager" in step
+    assert "within 5%" in peak and "not compared with a GPU" in peak
+    assert all(line.split().count("±4%") == 1 for line in told(*rest)) and len(told(*rest)) == 12
+    row, best = found().row(found().best), found().best
+    assert row["step seconds band"] == pytest.approx([0.96 * best.seconds, 1.04 * best.seconds])
+    assert row["peak GiB band"] == pytest.approx([0.95 * best.peak / GIB, 1.05 * best.peak / GIB])
+    other = replace(found(), cluster=replace(found().cluster, name="h200"))
+    assert "not compared with h200; on a100, a100-40, h100 of published runs" in str(other)
+    assert not any("±" in line for line in str(other).splitlines()) and other.row(best)["step seconds band"] is None
+
+
 def test_a_slower_network_is_never_faster_and_the_picture_is_drawn(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     assert found().networks
@@ -266,6 +282,7 @@ def test_the_errors_that_are_printed_are_the_published_ones() -> None:
     report = json.loads(file.read_text())
     judged = report["summary"]["judged, all"]
     assert (round(judged["median"], 2), round(judged["worst"], 2)) == ERROR
+    assert {*JUDGED} == {row["gpu"] for row in report["rows"] if row["fit"] == "no"}
     assert len(report["rows"]) == len(published.rows()) == 105
     assert {row["fit"] for row in report["rows"]} == {"yes", "no"}
     row = published.rows()[-1]
