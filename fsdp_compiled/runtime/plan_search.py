@@ -13,6 +13,9 @@ If it does not fit, the next one takes its place.
 from __future__ import annotations
 
 import re
+import resource
+import sys
+import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor, ProcessPoolExecutor
@@ -83,6 +86,7 @@ def plan(
 
     Raises ``ValueError`` if nothing can be priced, and as `simulate` does.
     """
+    begun = time.perf_counter()
     cluster, ranks = _asked(gpus, node, nic, ranks)
     base = policy or Policy(precision=PRECISION)
     capacity = memory * GIB if memory is not None else (cluster.capacity or float("inf"))
@@ -108,6 +112,7 @@ def plan(
             found += priced
             if priced and all(price.peak > capacity for price in priced):
                 full.add(tp)
+        others = [other.submit(_resident).result()] if other is not None else []
     if not found:
         why = "; ".join(dict.fromkeys(reasons)) or "No way that is tried divides ranks and batch."
         raise ValueError(f"Nothing can be priced. {why}")
@@ -126,7 +131,15 @@ def plan(
             found = sorted([source.whole(found[0], cluster), *found[1:]], key=best)
     networks = _on_networks(source, [one for one in found if one.peak <= capacity], cluster) if picture else None
     fewer = _fewer_bytes(source, found[0], cluster) if found[0].bound == "network" else {}
-    return Plans(tuple(found), cluster, ranks, asked, capacity, tokens, dollars, networks, fewer=fewer)
+    return Plans(
+        tuple(found), cluster, ranks, asked, capacity, tokens, dollars, networks, fewer=fewer,
+        seconds=time.perf_counter() - begun, resident=(_resident(), *others),
+    )  # fmt: skip
+
+
+def _resident() -> int:
+    """The most bytes that this process ever had in memory."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
 def _on_networks(source: _Source, prices: Sequence[Price], cluster: Cluster) -> dict[str, list[float]]:

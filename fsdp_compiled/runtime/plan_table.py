@@ -83,7 +83,8 @@ class Price:
 @dataclass(frozen=True)
 class Plans:
     """All ways, the fastest that fits first. ``error``: the median and the worst error for published runs
-    (`plan.hardware.ERROR`). ``fewer``: if the network bounds the best way, policy settings that send fewer bytes at the
+    (`plan.hardware.ERROR`). ``seconds``: of the search. ``resident``: for each of its processes, the most bytes that it
+    had in memory. ``fewer``: if the network bounds the best way, policy settings that send fewer bytes at the
     price of rounding or delay, each with the fraction of the step's time that remains."""
 
     prices: tuple[Price, ...]
@@ -96,6 +97,8 @@ class Plans:
     networks: Mapping[str, Sequence[float]] | None = None  # tokens a second and GPU, by way, at `NETWORKS`
     error: tuple[float, float] = ERROR
     fewer: Mapping[str, float] = field(default_factory=dict)
+    seconds: float = 0.0
+    resident: tuple[int, ...] = ()
 
     @property
     def judged(self) -> bool:
@@ -139,6 +142,7 @@ class Plans:
         figures = {name: repr(value) for name, value in asdict(self.cluster).items()}
         found = {"inputs": dict(self.inputs), "cluster": figures, "error": self.error, "ways": rows}
         found["fewer bytes"] = dict(self.fewer)
+        found["search"] = {"seconds": self.seconds, "resident bytes": self.resident}
         return json.dumps(found, indent=1)
 
     def lines(self, most: int = 12) -> Iterator[str]:
@@ -173,6 +177,8 @@ class Plans:
         if self.fewer:
             parts = (f"{change}, {part:.2f} of its time" for change, part in self.fewer.items())
             yield f"# the network bounds it; fewer bytes, for rounding or delay: {'; '.join(parts)}"
+        held = " + ".join(f"{size / GIB:.1f}" for size in self.resident)
+        yield f"# searched in {self.seconds:.0f} s, with {held} GiB of memory at most"
 
     def _bands(self) -> Iterator[str]:
         """The errors of the table's estimates, and where they come from."""

@@ -93,6 +93,7 @@ def test_a_price_is_what_simulate_says() -> None:
 
     made: Plans = fsdp_compiled.plan(config, "16xH100", node=4, nic="100Gb/s", seq=256, ways=asked, processes=2)  # type: ignore[operator]
     assert len(made.prices) == 2 and made.best.whole and not made.prices[1].whole
+    assert len(made.resident) == 2 and min(made.resident) > 2**27 and " + " in str(made).splitlines()[-1]
     assert [*_priced(_Source(config, 256), [made.prices[1].way], made.cluster, [])] == [made.prices[1]]
     model = of_config(config, 8, 1, 256)
     for price in made.prices:
@@ -150,10 +151,12 @@ def test_what_is_printed_can_be_pasted_and_read() -> None:
 
 
 def test_each_row_has_its_error_band_where_one_is_known() -> None:
+    """And the last line has what the search took."""
+
     def told(*lines: str) -> list[str]:
         return [line for line in lines if line.startswith(("zero", "ddp"))]
 
-    first, step, peak, *rest = str(found()).splitlines()
+    first, step, peak, *rest, last = str(found()).splitlines()
     assert "ways priced" in first and "median was off by 4%, the worst by 33%; all of these were eager" in step
     assert "within 5%" in peak and "not compared with a GPU" in peak
     assert all(line.split().count("±4%") == 1 for line in told(*rest)) and len(told(*rest)) == 12
@@ -163,6 +166,10 @@ def test_each_row_has_its_error_band_where_one_is_known() -> None:
     other = replace(found(), cluster=replace(found().cluster, name="h200"))
     assert "not compared with h200; on a100, a100-40, h100 of published runs" in str(other)
     assert not any("±" in line for line in str(other).splitlines()) and other.row(best)["step seconds band"] is None
+    (held,) = found().resident
+    assert last == f"# searched in {found().seconds:.0f} s, with {held / GIB:.1f} GiB of memory at most"
+    assert found().seconds > 0 and held > 2**27
+    assert json.loads(found().json())["search"] == {"seconds": found().seconds, "resident bytes": [held]}
 
 
 def test_a_slower_network_is_never_faster_and_the_picture_is_drawn(tmp_path: Path) -> None:
