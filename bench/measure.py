@@ -6,6 +6,7 @@ round: a ratio is that of two turns that ran seconds apart.
 """
 
 import gc
+import math
 import os
 import resource
 import time
@@ -34,20 +35,20 @@ class WrongLoss(ValueError):
     """A rival trains something else than this package's eager lowering does."""
 
 
-def compare(name: str, losses: Sequence[float], reference: Sequence[float], bound: float = BOUND) -> float:
-    """The largest relative difference over the steps; raises `WrongLoss` beyond ``bound``."""
+def compare(name: str, losses: Sequence[float], reference: Sequence[float], bound: float | None = BOUND) -> float:
+    """The largest relative difference over the steps; raises `WrongLoss` beyond ``bound``, or if it is no number."""
     if abs(reference[0] - reference[-1]) <= MOVED * abs(reference[0]):
         raise ValueError(
             f"The losses of the first {len(reference)} steps hardly move ({reference[0]:.6f} to {reference[-1]:.6f}), "
             "so that they are equal would say nothing; give a larger model or batch."
         )
-    worst = 0.0
+    worst, most = 0.0, math.inf if bound is None else bound
     for step, (mine, other) in enumerate(zip(losses, reference, strict=True), 1):
         difference = abs(mine - other) / abs(other)
-        if not difference <= bound:
+        if not difference <= most:
             raise WrongLoss(
                 f"{name} has a wrong loss at step {step}: {mine:.8f}, where this package's eager lowering has "
-                f"{other:.8f}, a relative difference of {difference:.1e}; at most {bound:.0e} is rounding. Nothing is "
+                f"{other:.8f}, a relative difference of {difference:.1e}; at most {most:.0e} is rounding. Nothing is "
                 f"reported. Leave {name} out (--rivals), or find out why it trains something else."
             )
         worst = max(worst, difference)

@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed import GradBucket
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -52,7 +54,7 @@ class Rival:
     alone: bool = False  # rank 0 takes the whole batch, the others wait
     nodes: bool = False  # needs to know which ranks are of one node
     tp: bool = False  # ranks of a node have one batch, and parts of the model
-    bound: float = BOUND  # relative, on the losses of its first steps
+    bound: float | None = BOUND  # relative, on the losses of its first steps; None: shown, and held to nothing
 
 
 def _eager_step(setting: Setting, model: nn.Module, parameters: nn.Module) -> Step:
@@ -75,20 +77,41 @@ def plain(setting: Setting) -> Step:
     return _eager_step(setting, model, model)
 
 
-def ddp(compiled: bool) -> Callable[[Setting], Step]:
+def ddp(compiled: bool, hook: Callable[[], tuple[Any, Any]] | None = None) -> Callable[[Setting], Step]:
+    """``hook``: makes what reduces a bucket of gradients, and its state."""
+
     def build(setting: Setting) -> Step:
         model, device = setting.model(), setting.here.device
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)  # broadcast_buffers gets another name in torch 2.13
-            parallel: nn.Module = DistributedDataParallel(
+            parallel = DistributedDataParallel(
                 model,
                 device_ids=[device] if device.type == "cuda" else None,
                 gradient_as_bucket_view=True,  # half the memory for gradients, and a copy less, than the default
                 broadcast_buffers=False,  # the models' are constants, which no other rival sends
             )
+        if hook is not None:
+            state, reduce = hook()
+            parallel.register_comm_hook(state, reduce)
         return _eager_step(setting, torch.compile(parallel) if compiled else parallel, model)
 
     return build
+
+
+def bf16_hook() -> tuple[Any, Any]:
+    """Under a name of its own: DDP refuses PyTorch's by name except over NCCL, though gloo adds up bfloat16 too."""
+
+    def compressed(state: Any, bucket: GradBucket) -> torch.futures.Future[Tensor]:
+        return default_hooks.bf16_compress_hook(state, bucket)
+
+    return None, compressed
+
+
+def power_sgd_hook() -> tuple[Any, Any]:
+    """Matrices of rank 4 in the place of gradients from the third step on, the first that PyTorch allows; what they
+    leave out is added to the next gradient."""
+    state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=4, start_powerSGD_iter=2)
+    return state, powerSGD_hook.powerSGD_hook
 
 
 def by_units(
@@ -153,6 +176,8 @@ RIVALS = {
         Rival("eager", "plain PyTorch, one process", plain, shards=False, alone=True),
         Rival("ddp", "DDP", ddp(False), shards=False),
         Rival("ddp-compile", "DDP + torch.compile", ddp(True), shards=False, compiles=True),
+        Rival("ddp-bf16", "DDP, bf16 on the wire", ddp(False, bf16_hook), shards=False, bound=ROUNDED),
+        Rival("ddp-powersgd", "DDP, PowerSGD of rank 4", ddp(False, power_sgd_hook), shards=False, bound=None),
         Rival("fsdp2", "FSDP2", by_units(fully_shard)),
         Rival("fsdp2-compile", "FSDP2 + torch.compile per block", by_units(fully_shard, compiled=True), compiles=True),
         Rival("ours-eager", "this package, eager", ours("eager"), ours=True),

@@ -325,6 +325,12 @@ def test_losses_are_compared_step_by_step() -> None:
         compare("x", [5.0, 5.0], [5.0, 5.0])
 
 
+def test_losses_that_are_held_to_nothing_are_still_numbers() -> None:
+    assert compare("x", [5.0, 8.0, 3.0], [5.0, 4.0, 3.0], None) == 1
+    with pytest.raises(WrongLoss, match="x has a wrong loss at step 2"):
+        compare("x", [5.0, float("nan"), 3.0], [5.0, 4.0, 3.0], None)
+
+
 def wrong_rate(setting: Setting) -> Step:
     """Plain PyTorch whose rate is half a percent off: its first loss is right."""
     model = setting.model()
@@ -391,6 +397,21 @@ def test_a_contest_leaves_everything_in_the_folder_it_names_last(tmp_path: Path)
     assert facts["eager"]["wire"] == [[0, 0], [0, 0]]
     assert facts["fsdp2"]["held_bytes"] < 0.7 * facts["eager"]["held_bytes"]
     assert (out / "table.md").read_text().startswith("| rival | CPU ms | × fsdp2 |")
+
+
+def test_what_ddp_sends_is_compressed(tmp_path: Path) -> None:
+    """By what is on a simulated wire, which takes nearly nothing a message."""
+    out = tmp_path / "run"
+    command = "bench --layers 1 --width 64 --heads 2 --context 8 --batch 2 --rounds 1 --steps 1".split()
+    command += ["--rivals", "ddp", "ddp-bf16", "ddp-powersgd", "--network-gbps", "1", "--out", str(out)]
+    (status, printed), _ = launch(ROOT / "tests" / "workers" / "cli.py", 2, *command)
+    assert status == 0, printed
+    found = json.loads((out / "result.json").read_text())["rivals"]
+    sent = {name: facts["wire"][0][0] for name, facts in found.items()}
+    assert sent["ddp-bf16"] == pytest.approx(0.5 * sent["ddp"], rel=0.01)
+    assert sent["ddp-powersgd"] < 0.5 * sent["ddp"]
+    assert found["ddp"]["distance"] <= BOUND < found["ddp-bf16"]["distance"] <= RIVALS["ddp-bf16"].bound
+    assert found["ddp-powersgd"]["distance"] > BOUND, "it began within the first steps"
 
 
 def test_an_installed_package_says_where_the_benchmarks_are(
