@@ -1,6 +1,7 @@
-"""The figures as a picture: a row a result, CPU time and peak memory side by side."""
+"""Figures as pictures: of a contest, a row a result, CPU time and peak memory side by side; of losses, over tokens and
+over bytes."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +12,8 @@ OURS, SHARDS, WHOLE = "#d94801", "#2171b5", "#9e9e9e"
 
 def plot(results: Sequence[tuple[str, Result]], path: Path) -> bool:
     """One picture of several results, each with its title."""
-    try:
-        import matplotlib
-    except ImportError:
-        print(f"no {path.name}: matplotlib is not installed (pip install 'fsdp-compiled[bench]')", flush=True)
+    if not _can_draw(path):
         return False
-    matplotlib.use("Agg")
     from matplotlib import pyplot as plt
     from matplotlib.patches import Patch
 
@@ -37,6 +34,43 @@ def plot(results: Sequence[tuple[str, Result]], path: Path) -> bool:
     figure.legend(handles=legend, loc="outside lower center", ncols=3, frameon=False)
     figure.savefig(path, dpi=150)
     plt.close(figure)
+    return True
+
+
+def plot_losses(policies: Mapping[str, Mapping[str, Any]], tokens: int, path: Path) -> bool:
+    """Of `bench.fewer_bytes`: each policy's losses over what it was trained on, ``tokens`` a step and rank, and over
+    what a rank sent till then."""
+    if not _can_draw(path):
+        return False
+    from matplotlib import pyplot as plt
+
+    figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4.6), layout="constrained", sharey=True)
+    for name, one in policies.items():
+        steps, losses = [int(step) for step in one["losses"]], list(one["losses"].values())
+        style = {"label": name, "linewidth": 1.2, "marker": "o" if len(steps) < 20 else "", "markersize": 3}
+        left.plot([step * tokens / 1e6 for step in steps], losses, **style)
+        right.plot([step * one["bytes a step"] / 1e6 for step in steps], losses, **style)
+    right.set_xscale("log")
+    left.set_ylabel("loss of held-out text", fontsize=8)
+    for axes, label in ((left, "million tokens of a rank"), (right, "million bytes that a rank has sent")):
+        axes.set_xlabel(label, fontsize=8)
+        axes.tick_params(labelsize=8)
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.grid(color="#dddddd", linewidth=0.6)
+        axes.set_axisbelow(True)
+    figure.legend(*left.get_legend_handles_labels(), loc="outside lower center", ncols=3, frameon=False, fontsize=8)
+    figure.savefig(path, dpi=150)
+    plt.close(figure)
+    return True
+
+
+def _can_draw(path: Path) -> bool:
+    try:
+        import matplotlib
+    except ImportError:
+        print(f"no {path.name}: matplotlib is not installed (pip install 'fsdp-compiled[bench]')", flush=True)
+        return False
+    matplotlib.use("Agg")
     return True
 
 

@@ -1,4 +1,4 @@
-"""Rewrites the tables of README.md, docs/ and bench/README.md from bench/results, and draws bench/results/bench.png.
+"""Rewrites the tables of README.md, docs/ and bench/README.md from bench/results, and draws its two pictures there.
 
     python -m bench.tables
 
@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from bench import RESULTS, checkpoint, fewer_bytes, many_ranks, muon, report, start_up
-from bench.plot import plot
+from bench.plot import plot, plot_losses
 from bench.rivals import RIVALS
 from bench.summary import Row, ratio, rows
 
@@ -254,6 +254,8 @@ def main() -> None:
     timed = [(_title(name, results[name]), results[name]) for name in PRESETS if name in results]
     if timed:
         plot(timed, RESULTS / "bench.png")
+    if FEWER_BYTES in results:
+        plot_losses(results[FEWER_BYTES]["policies"], fewer_bytes.TOKENS, RESULTS / f"{FEWER_BYTES}.png")
 
 
 def _title(name: str, result: Mapping[str, Any]) -> str:
