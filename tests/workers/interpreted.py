@@ -18,16 +18,19 @@ import triton.language as tl
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from fsdp_compiled.kernels import quantize, reference
 from fsdp_compiled.kernels.flatten import strided_offsets, tile_corner
 from fsdp_compiled.kernels.launch import constants, located
 from fsdp_compiled.kernels.layout import MOST, TILE, Group, ceil_div, contiguous
 from fsdp_compiled.kernels.operators import RUNS
+from fsdp_compiled.kernels.reference import ROW, SCALED
 from fsdp_compiled.kernels.trial import failure
 from tests.chosen import TORCH
 from tests.kernel_cases import (
     ADAM,
     LAYOUTS,
     LIKES,
+    SPECIAL,
     Gradient,
     accumulates,
     compare_accumulate,
@@ -37,6 +40,7 @@ from tests.kernel_cases import (
     flattens,
     flattens_into,
     gradients,
+    same,
     sizes,
 )
 
@@ -135,9 +139,9 @@ def test_an_update_with_another_number_is_another(change: dict[str, float]) -> N
 
 def test_a_skipped_update_writes_nothing() -> None:
     start = torch.randn(100, generator=torch.Generator().manual_seed(0))
-    for skipped, same in ((1.0, True), (0.0, False), (None, False)):
+    for skipped, kept in ((1.0, True), (0.0, False), (None, False)):
         (mine,) = compare_update(ADAM, [100], torch.float32, None, None, "cpu", skipped=skipped)
-        assert torch.equal(mine, start) == same
+        assert torch.equal(mine, start) == kept
 
 
 # More than 2^31 elements: where they lie is arithmetic, which runs here on numbers that no memory backs.
@@ -243,3 +247,52 @@ def test_the_trial_on_first_use_believes_the_kernel(name: str, monkeypatch: pyte
     numbers = tuple((key, torch.float32 if key == "dtype" else value) for key, value in like.numbers)
     monkeypatch.setitem(RUNS, (name, "cpu"), RUNS[name, "cuda"])
     assert failure(replace(like, lists=lists, numbers=numbers), torch.device("cpu")) == ""
+
+
+def odd_values(numel: int, specials: int) -> torch.Tensor:
+    """Of many sizes, with blocks of nothing but zeros among them, and a few that are NaN or infinite."""
+    generator = torch.Generator().manual_seed(numel)
+    values = torch.randn(numel, generator=generator) * 2.0 ** torch.randint(-20, 20, (numel,), generator=generator)
+    values[SCALED : 2 * SCALED] = 0.0
+    values[4 * SCALED : 4 * SCALED + 5] = -0.0
+    for index in range(min(specials, numel)):
+        values[index * 701 % numel] = SPECIAL[index % 3]
+    return values
+
+
+@settings(max_examples=25, deadline=None, derandomize=True)
+@given(
+    numel=st.one_of(st.sampled_from((1, SCALED - 1, SCALED, ROW + 1, 2 * quantize.BLOCK + 1)), st.integers(1, 6000)),
+    rows=st.integers(1, 4),
+    form=st.sampled_from(("int8", "fp8")),
+    seed=st.sampled_from((None, 0, 7, 2**40 + 3)),
+    specials=st.sampled_from((0, 0, 1, 5)),
+    mean=st.booleans(),
+)
+def test_quantised(numel: int, rows: int, form: str, seed: int | None, specials: int, mean: bool) -> None:
+    """Packed, read and added up: each as the reference does it, bit for bit but for NaN's own bits."""
+    values = odd_values(numel, specials)
+    noise = () if seed is None else (torch.tensor(seed), 11)
+    mine = RUNS["pack", "cuda"](values, rows, *noise, form=form)
+    packed = reference.pack(values, rows, *noise, form=form)
+    assert torch.equal(mine, packed), (mine != packed).nonzero().flatten()[:10]
+    read = RUNS["unpack", "cuda"](packed, rows, numel, torch.float32, form=form)
+    same(read, reference.unpack(packed, rows, numel, torch.float32, form=form), exact=True)
+    assert read.isfinite().all() or specials
+    part = ceil_div(numel, rows)
+    if TORCH >= (2, 12):  # the interpreter of Triton 3.6 cannot take a number out of "combine"
+        given = (packed, rows, part, torch.float32)
+        same(
+            RUNS["combine", "cuda"](*given, form=form, mean=mean),
+            reference.combine(*given, form=form, mean=mean),
+            exact=True,
+        )
+
+
+@pytest.mark.parametrize("form", ["int8", "fp8"])
+def test_quantised_numbers_of_another_seed_or_form_are_others(form: str) -> None:
+    """The control of the one above."""
+    values = odd_values(1000, 0)
+    mine = RUNS["pack", "cuda"](values, 2, torch.tensor(3), 11, form=form)
+    for seed, salt, other in ((4, 11, form), (3, 12, form), (3, 11, {"int8": "fp8", "fp8": "int8"}[form])):
+        assert not torch.equal(mine, reference.pack(values, 2, torch.tensor(seed), salt, form=other))
