@@ -19,6 +19,7 @@ from fsdp_compiled.plan.hardware import ERROR, GIB, JUDGED, PEAK_ERROR, Cluster
 from fsdp_compiled.policy import Policy
 
 NETWORKS = (10, 100, 400, 1600, 3200, 12800)  # Gb/s of a node's network, for the picture
+LINES = ("-", "--", "-.", ":")  # styles in the picture
 WAITS = 0.15  # above this fraction of a step, waiting bounds it
 
 
@@ -196,23 +197,31 @@ class Plans:
     __repr__ = __str__
 
     def picture(self, path: Path) -> None:
-        """Plots throughput over memory for all ways, and over networks for each mesh's best way. Needs matplotlib."""
+        """Plots throughput over memory for all ways, and over networks for each group's best way. Needs matplotlib."""
         import matplotlib
 
         matplotlib.use("Agg")
         from matplotlib import pyplot as plt
 
         figure, (left, right) = plt.subplots(1, 2, figsize=(12, 4.5), layout="constrained")
-        meshes = list(dict.fromkeys(one.way.group for one in self.prices))
-        for mesh in meshes:
-            own = [one for one in self.prices if one.way.group == mesh]
-            left.scatter([one.peak / GIB for one in own], [one.rate(self.ranks) for one in own], s=18, label=mesh)
+        groups = list(dict.fromkeys(one.way.group for one in self.prices))
+        for index, group in enumerate(groups):
+            own = [one for one in self.prices if one.way.group == group]
+            peaks, speeds = [one.peak / GIB for one in own], [one.rate(self.ranks) for one in own]
+            left.scatter(peaks, speeds, s=18, color=f"C{index}", label=group)
         left.axvline(self.capacity / GIB, color="black", linestyle="--", linewidth=1)
         left.set(xlabel="peak of memory, GiB (dashed: what there is)", ylabel="tokens a second and GPU", xscale="log")
+        left.xaxis.set_major_formatter("{x:g}")
+        left.xaxis.set_minor_formatter("{x:g}")
         left.legend(fontsize=8)
+        places = {str(one.way): groups.index(one.way.group) for one in self.prices}
         for name, rates in (self.networks or {}).items():
-            right.plot(NETWORKS, rates, marker="o", markersize=3, label=name)
+            index = places[name]
+            style = LINES[index % len(LINES)]  # lines may lie on each other
+            right.plot(NETWORKS, rates, style, color=f"C{index}", marker="o", markersize=3, label=name)
         right.set(xlabel="network of a node, Gb/s", ylabel="tokens a second and GPU", xscale="log", ylim=(0, None))
+        right.set_xticks(NETWORKS, [str(rate) for rate in NETWORKS])
+        right.minorticks_off()
         right.legend(fontsize=7)
         figure.suptitle(f"{self.ranks} x {self.cluster.name}: estimates")
         figure.savefig(path, dpi=120)
