@@ -228,10 +228,6 @@ class Plans:
         plt.close(figure)
 
 
-def _within(value: float, error: float) -> tuple[float, float]:
-    return value * (1 - error), value * (1 + error)
-
-
 def _set(policy: Policy) -> dict[str, Any]:
     """The fields that differ from a default policy's."""
     usual = Policy()
