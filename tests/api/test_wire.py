@@ -24,7 +24,7 @@ from tests.workers.wire import CASES
 WORKER = Path(__file__).parents[1] / "workers" / "wire.py"
 
 
-REPEATED = ("zero2", "limit")  # what is sent is that of zero3
+REPEATED = ("zero2", "limit", "forward verified", "few programs")  # what is sent is that of zero3
 
 
 @pytest.fixture(scope="module")

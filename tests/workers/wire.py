@@ -29,6 +29,11 @@ CASES: dict[str, tuple[dict[str, Any], tuple[int, ...]]] = {
     "replicas": ({}, (2, 1)),
     "limit": ({"limit": 1, "prefetch": 0}, (2,)),
     "verified": ({"verify": True}, (2,)),
+    "forward verified": ({"verify": True, "verify_gradients": False}, (2,)),
+    "measured": ({"network": "measure"}, (2,)),
+    "little memory": ({"memory_gb": 1e-6}, (2,)),
+    "sizes that move": ({"dynamic": True}, (2,)),
+    "few programs": ({"programs": 1}, (2,)),
     "bfloat16": ({"precision": BF16}, (2,)),
     "inductor": ({"lower": "inductor"}, (2,)),
 }
