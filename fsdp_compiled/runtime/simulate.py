@@ -45,7 +45,15 @@ from fsdp_compiled.plan.text import human
 from fsdp_compiled.plan.units import Choice
 from fsdp_compiled.policy import Policy
 from fsdp_compiled.runtime.checked_call import checked_call
-from fsdp_compiled.runtime.programs.compile import ProgramSpec, capture, fit_to_memory, fuse, memory_later, transform
+from fsdp_compiled.runtime.programs.compile import (
+    ProgramSpec,
+    capture,
+    finished,
+    fit_to_memory,
+    fuse,
+    memory_later,
+    transform,
+)
 from fsdp_compiled.runtime.programs.no_collection import no_collection
 from fsdp_compiled.runtime.tensor_parallel.parts import check_tensor_parallel
 from fsdp_compiled.runtime.tensor_parallel.plan import apply_cuts, find_cuts
@@ -211,7 +219,8 @@ class Traced:
         later = memory_later(self.captured, spec)
         made = transform(replace(self.captured, program=self.again()), spec)
         program, _ = fuse(fit_to_memory(made, later, spec), spec)
-        return program, later(program)()
+        memory = later(program)()
+        return finished(program, lambda: memory), memory
 
 
 @contextmanager

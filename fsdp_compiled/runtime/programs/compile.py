@@ -286,6 +286,16 @@ def fuse(made: Transformed, spec: ProgramSpec) -> tuple[Program, Stages]:
     return last, Stages((), made.captured, (*spec.passes, *fusions), plan)
 
 
+def finished(program: Program, needed: Callable[[], Memory]) -> Program:
+    """The program after the last pass, which when printed says what it needs."""
+    return replace(
+        program,
+        inferred=None,  # no pass follows
+        needs=lambda: attempt(lambda: needed().lines(), lambda why: (f"memory: not predicted: {why}",)),
+        peak=lambda: attempt(lambda: needed().peak.node, lambda _: ""),
+    )
+
+
 def describe(
     captured: Capture,
     program: Program,
@@ -296,12 +306,7 @@ def describe(
 ) -> Compiled:
     """The program that will run, and all that is asked of it later. ``moving``: the results each parameter affects."""
     needed = later(program)
-    program = replace(
-        program,
-        inferred=None,  # no pass follows
-        needs=lambda: attempt(lambda: needed().lines(), lambda why: (f"memory: not predicted: {why}",)),
-        peak=lambda: attempt(lambda: needed().peak.node, lambda _: ""),
-    )
+    program = finished(program, needed)
     split = cut(program) if spec.kind == "training" else None
     first = split.forward if split is not None else program
     inputs = tuple(port for port in first.ports if port.side == "in")
