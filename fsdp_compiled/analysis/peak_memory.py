@@ -4,8 +4,11 @@
 place returns what it wrote. The eager lowering drops each value after its last use. So a storage lives from the node
 that makes it to the last use of the last value in it; and if a collective reads it, until that was waited for. Inputs
 live all the time, since the caller holds them. `kernel_workspace` has what kernels and collectives need besides; for a
-gather that is on the wire while others compute, that is what gloo needs at most. Under ``lower="inductor"`` fused
-intermediates never exist, and the peak is at most this one. Sizes that move (`Policy.dynamic`) are those of the trace.
+gather that is on the wire while others compute, that is what gloo needs at most. Sizes that move (`Policy.dynamic`) are
+those of the trace.
+
+Under ``lower="inductor"`` this is an estimate: fused intermediates never exist, but a piece holds what it reads until
+it ends. Measured peaks were up to a few percent above it.
 
 `Headroom` says where a value may be alive for longer without raising that peak:
 
