@@ -25,24 +25,24 @@ def emit(label: str, number: int, program: Program, stages: Callable[[], Sequenc
     if "TORCH_TRACE" not in os.environ or not there(USE):
         return
 
-    def artefact(name: str, text: Callable[[], str]) -> None:
+    def artefact(name: str, text: str) -> None:
         metadata = {"name": f"fsdp_compiled_{number}_{name}", "encoding": "string"}
         try:
-            find(EMIT)("artifact", metadata_fn=lambda: metadata, payload_fn=text, expect_trace_id=False)
+            find(EMIT)("artifact", metadata_fn=lambda: metadata, payload_fn=lambda: text, expect_trace_id=False)
         except Exception as error:
             broken(USE, EMIT, error)
 
-    artefact("program", lambda: _told(lambda: f"{label}\n{program}"))
+    artefact("program", _told(lambda: f"{label}\n{program}"))
 
     def untold(why: str) -> Sequence[Program]:
-        artefact("stages", lambda: f"could not be told: {why}")
+        artefact("stages", f"could not be told: {why}")
         return ()
 
     text = ""
     for index, stage in enumerate(attempt(stages, untold)):
         before, text = text, _told(stage.text)
         if text != before:
-            artefact(f"{index:02d}_{stage.history[-1]}", lambda: text)  # noqa: B023
+            artefact(f"{index:02d}_{stage.history[-1]}", text)
 
 
 def _told(text: Callable[[], str]) -> str:

@@ -120,11 +120,9 @@ class Plans:
             "way": str(one.way),
             "fits": self.fits(one),
             "peak GiB": one.peak / GIB,
-            "peak GiB band": [one.peak / GIB * (1 + sign * PEAK_ERROR) for sign in (-1, 1)],
+            "peak GiB band": _within(one.peak / GIB, PEAK_ERROR),
             "step seconds": one.seconds,
-            "step seconds band": [one.seconds * (1 + sign * self.error[0]) for sign in (-1, 1)]
-            if self.judged
-            else None,
+            "step seconds band": _within(one.seconds, self.error[0]) if self.judged else None,
             "tokens/s/GPU": rate,
             "MFU": one.flops / one.seconds / peak,
             "exposed": one.exposed,
@@ -226,6 +224,10 @@ class Plans:
         figure.suptitle(f"{self.ranks} x {self.cluster.name}: estimates")
         figure.savefig(path, dpi=120)
         plt.close(figure)
+
+
+def _within(value: float, error: float) -> list[float]:
+    return [value * (1 - error), value * (1 + error)]
 
 
 def _set(policy: Policy) -> dict[str, Any]:
