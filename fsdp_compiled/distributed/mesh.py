@@ -112,9 +112,7 @@ def gather_parts(part: torch.Tensor, mesh: Mesh) -> list[torch.Tensor]:
     """The parts of the ranks along ``tp``, all of one shape, by place along it."""
     if mesh.tp == 1:
         return [part]
-    collectives = torch.ops._c10d_functional
-    whole = collectives.all_gather_into_tensor(part.reshape(-1), mesh.tp, mesh.groups["tp"])
-    return [one.view(part.shape) for one in collectives.wait_tensor(whole).chunk(mesh.tp)]
+    return [one.view(part.shape) for one in _gather_in(part.reshape(-1), mesh.tp, mesh.groups["tp"]).chunk(mesh.tp)]
 
 
 def gather_shards(shard: torch.Tensor, mesh: Mesh) -> torch.Tensor:
@@ -123,8 +121,21 @@ def gather_shards(shard: torch.Tensor, mesh: Mesh) -> torch.Tensor:
         return shard
     if dist.group.WORLD is None:
         raise RankError(ENDED)
+    return _gather_in(shard, mesh.shard, mesh.groups["shard"])
+
+
+def gather_all(part: torch.Tensor, mesh: Mesh) -> torch.Tensor:
+    """``[n]`` on each rank -> ``[world * n]``, by rank, on every rank."""
+    if mesh.world == 1:
+        return part
+    if dist.group.WORLD is None:
+        raise RankError(ENDED)
+    return _gather_in(part, mesh.world, mesh.everyone or dist.group.WORLD.group_name)
+
+
+def _gather_in(part: torch.Tensor, ranks: int, group: str) -> torch.Tensor:
     collectives = torch.ops._c10d_functional
-    return collectives.wait_tensor(collectives.all_gather_into_tensor(shard, mesh.shard, mesh.groups["shard"]))
+    return collectives.wait_tensor(collectives.all_gather_into_tensor(part, ranks, group))
 
 
 def exchange(value: Any, mesh: Mesh) -> list[Any]:

@@ -83,6 +83,8 @@ def _check_numbers(policy: Policy) -> None:
         raise ValueError(f"Policy.programs is {policy.programs!r}; expected a whole number, 1 or more.")
     if not isinstance(policy.verify, int) or policy.verify < 0:
         raise ValueError(f"Policy.verify is {policy.verify!r}; expected True, False, or a whole number, 1 or more.")
+    if policy.verify_difference not in ("raise", "recapture"):
+        raise ValueError(f'Policy.verify_difference is {policy.verify_difference!r}; expected "raise" or "recapture".')
     if policy.sync_every is not None and not (
         isinstance(policy.sync_every, int) and policy.sync_every is not True and policy.sync_every > 0
     ):
@@ -143,6 +145,7 @@ def _check_local_steps(policy: Policy) -> None:
         loss_scale="a step may be void on one site and not on another. Train in bfloat16",
         offload="the exchange does not work in host memory yet",
         weigh="sites count the same in an exchange, however many rows they had",
+        verify_difference="sites may differ alone, and make programs together",
     )  # fmt: skip
 
 

@@ -193,23 +193,33 @@ class Policy:
         Past it, the program that was used the longest time ago is dropped, which is said. Nothing falls back to
         slower code or is refused, so that a run with too many shapes ends, but compiles more often than it should.
     verify
-        Whether calls are held against eager PyTorch while they train. True: the first two of each program, of
-        `Sharded.step` with all its microbatches, `Sharded.value_and_grad` and evaluation, and under `fully_shard` of
-        each module's calls that have gradients; a whole number K: these, and every K-th. Before such a call the model's
-        own code runs on the same weights, batch, modes and random numbers, with each unit gathered while it is read;
-        what it changes is put back. Where the loss, what else is returned, a gradient, their norm, or an element that a
-        step updates is off by more than rounding explains, every rank raises, and the step does not count. Three copies
-        of this rank's shards and state are held meanwhile; under `fully_shard` what the eager forward keeps for its
-        backward, and the updates are the loop's. Gradients may differ by as much as ``wire`` rounds them, and weights
-        whose class says what travels are gathered once more as it says. Not compared are updates by optimizers that run
-        as they are, gradients that are held back, evaluations in which nothing is gathered (each rank may make its
-        own), and what draws random numbers on a GPU, or along tp, where they are others. Under ``sync_every`` the ranks
-        of a site compare its steps, and all sites the same ones: the first two of the run, the first of each program,
-        every K-th. An exchange is not compared, nor are evaluation and `Sharded.value_and_grad` then, and after a
-        difference no site goes on. What it took is said once, in the log. False, the default: never.
+        Whether calls are compared with eager PyTorch while they train. True: the first two of each program. A whole
+        number K: these, and every K-th. False, the default: none. These calls are those of `Sharded.step` with all its
+        microbatches, of `Sharded.value_and_grad`, and evaluations; under `fully_shard` all calls of a module.
+
+        Before such a call the model's own code runs on the same weights, batch, modes and random numbers. Each unit is
+        gathered while it is read, and what the code changes is restored. Compared are the loss, what else is returned,
+        buffers, gradients, their norm, and each element that a step updates. Where one is off by more than rounding
+        explains, or than ``wire`` rounds, every rank raises, and the step does not count. The log says once what a
+        comparison took. Meanwhile a rank holds three copies of its shards and state; under `fully_shard`, what the
+        eager forward keeps for its backward. Under `fully_shard` ranks first agree which calls to compare, with one
+        small reduction a call, since they may run programs for other lengths.
+
+        Not compared are updates by optimizers that run as they are, updates under `fully_shard`, which are the loop's,
+        gradients that are held back, evaluations in which nothing is gathered (each rank may make its own), and what
+        draws random numbers on a GPU, or along tp, where they are others. Under ``sync_every`` the ranks of a site
+        compare its steps, and all sites the same ones: the first two of the run, the first of each program, every K-th.
+        An exchange is not compared, nor are evaluation and `Sharded.value_and_grad` then, and after a difference no
+        site goes on.
     verify_gradients
         Whether ``verify`` compares gradients and updates, too, for which each rank holds the gradients of the whole
         model in host memory. False: forward and loss alone.
+    verify_difference
+        What follows where ``verify`` finds a difference. No program that differs is used again: the next such call is
+        traced anew. ``"raise"``, the default: every rank raises, with the first module that computes something else
+        than it did in the trace. ``"recapture"``: the log says so, the call is traced anew and made again; where that
+        program differs, too, every rank raises. A difference in gradients under `fully_shard`, found when the loop runs
+        backward, always raises. Not under ``sync_every``.
     sync_every
         After how many steps sites exchange what they learned; between exchanges each trains by itself, and nothing
         crosses the replicate axis (local steps, DiLoCo: Douillard et al., 2023). None: every step is one of all ranks.
@@ -263,6 +273,7 @@ class Policy:
     programs: int = 16
     verify: bool | int = False
     verify_gradients: bool = True
+    verify_difference: Literal["raise", "recapture"] = "raise"
     sync_every: int | None = None
     outer: OuterSGD | None = None
 

@@ -17,15 +17,20 @@ carried from step to step: rounding at random needs no error feedback.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from itertools import zip_longest
 from typing import Any
 
 import torch
 from torch.utils import _pytree as pytree
 
+from fsdp_compiled.analysis.best_effort import reason
+from fsdp_compiled.capture.captured import Capture
 from fsdp_compiled.capture.mutations import PLAIN
 from fsdp_compiled.capture.tensor_parallel import own_part
 from fsdp_compiled.distributed.mesh import Mesh, RankError, said_by
+from fsdp_compiled.ir.nodes import call_text, describe
+from fsdp_compiled.ir.program import Program
 from fsdp_compiled.kernels.reference import LARGEST
 from fsdp_compiled.plan.make_plan import SCALED
 from fsdp_compiled.plan.plan import Plan
@@ -44,10 +49,14 @@ STEPS = {"int8": 1 / LARGEST["int8"], "fp8": 32 / LARGEST["fp8"]}
 ODD_ROUNDING = 1.05  # what a second rounding adds to the largest element of a block, and float32 to all of it
 FIRST = 2  # so many first calls of each program are verified, including the one that compiled it
 CURE = (
-    "If the code changed since it was traced in a way that is not seen, build and shard the model again, or change a "
-    "guarded value; Policy(verify=False) turns the comparison off."
+    'The next such call is traced anew. Policy(verify_difference="recapture") traces it anew at once and goes on; '
+    "Policy(verify=False) turns the comparison off."
 )
 log = logging.getLogger("fsdp_compiled")
+
+
+class ProgramDiffers(RankError):
+    """A program's results are not those of eager PyTorch. Every rank raises it, and none keeps the program."""
 
 
 class VerifiedPrograms:
@@ -88,10 +97,17 @@ class VerifiedPrograms:
         return f" (since the first such call, {'; '.join(found[:3])})" if found else ""
 
     def agree(self, said: str | None, changed: str, label: str, before: str = "") -> None:
-        """Raises `RankError` on every rank if one of them has said that something differs. Collective."""
-        own = f"on rank {self._mesh.rank}, {said}{changed}" if said is not None else None
+        """Raises `ProgramDiffers` on every rank if one of them has said that something differs. Collective."""
+        own = f"in {label}, on rank {self._mesh.rank}, {said}{changed}" if said is not None else None
         if (first := next((one for one in said_by(own, self._mesh) if one is not None), None)) is not None:
-            raise RankError(f"Policy.verify: in {label}, {first}. {before}{CURE}")
+            raise ProgramDiffers(f"Policy.verify: {first}. {before}{CURE}")
+
+    def goes_on(self, error: ProgramDiffers) -> bool:
+        """Whether the call is to be traced anew and run again; the log says so."""
+        if self._plan.policy.verify_difference == "raise":
+            return False
+        self.tell(f"{str(error).removeprefix('Policy.verify: ').removesuffix(f' {CURE}')} It is traced anew.")
+        return True
 
     def alike(self, compiled: Compiled, took: float, more: str = "") -> None:
         """Says once that a call was compared, and what it cost."""
@@ -103,6 +119,35 @@ class VerifiedPrograms:
         if (once or said) not in self._told and self._mesh.rank == 0:
             log.warning("Policy.verify: %s", said)
         self._told.add(once or said)
+
+
+def traced_otherwise(compiled: Compiled, again: Callable[[], Capture]) -> str:
+    """What the same call, traced again, computes otherwise: the first module where it does, for a message.
+
+    ``again``: traces it. Only this rank does; nothing is changed.
+    """
+    try:
+        now = again()
+    except Exception as error:
+        return f"; traced again, its code fails ({reason(error)})"
+    if found := _first_difference(compiled.known.captured(), now.program):
+        return f"; traced again, {found}"
+    held = compiled.capture.constants
+    for name, tensor in now.constants.items():
+        if name not in compiled.capture.written and name in held and not torch.equal(tensor, held[name]):
+            return f"; traced again, {name} has other values"
+    return "; traced again, its code gives the same program, so it is not the trace that is out of date"
+
+
+def _first_difference(before: Program, now: Program) -> str | None:
+    calls = [[one for one in program.graph.nodes if one.op == "call_function"] for program in (before, now)]
+    for was, found in zip_longest(*calls):
+        texts = [None if one is None else f"{call_text(one)} -> {describe(one)}" for one in (was, found)]
+        if texts[0] != texts[1]:
+            path = (found or was).meta.get("path") or "the loss"
+            has, had = (text or "nothing" for text in reversed(texts))
+            return f"{path} is the first module that computes something else: {has}, where the program has {had}"
+    return None
 
 
 def _differing(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[tuple[str, Any, Any]]:
@@ -124,6 +169,18 @@ def returned_off(mine: Any, theirs: Any, plan: Plan, apart: Any = None) -> str |
             if said := result_off(what, one, other, plan):
                 return said
     return None
+
+
+def buffers_off(mine: Mapping[str, torch.Tensor], theirs: Mapping[str, torch.Tensor], plan: Plan) -> str | None:
+    """Describes the first buffer that forward left otherwise."""
+    both = ((name, own_part(mine[name].detach()), one) for name, one in theirs.items() if name in mine)
+    said = (
+        result_off(f"the buffer {name}", one, other, plan)
+        if one.shape == other.shape
+        else f"the buffer {name} has shape {list(one.shape)}, and {list(other.shape)} in eager PyTorch"
+        for name, one, other in both
+    )
+    return next(filter(None, said), None)
 
 
 def result_off(what: str, mine: torch.Tensor, theirs: torch.Tensor, plan: Plan) -> str | None:

@@ -31,8 +31,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from fsdp_compiled.capture.model_tensors import opened
-from fsdp_compiled.capture.tensor_parallel import joined, loss_parallel
-from fsdp_compiled.distributed.mesh import Mesh, RankError, exchange, said_by
+from fsdp_compiled.capture.tensor_parallel import joined, loss_parallel, own_part
+from fsdp_compiled.distributed.mesh import Mesh, RankError, exchange, gather_all, said_by
 from fsdp_compiled.kernels.operators import operators
 from fsdp_compiled.plan.make_plan import SCALED
 from fsdp_compiled.plan.plan import Buffer, Plan, Slot
@@ -80,6 +80,7 @@ class EagerRun(TorchFunctionMode):
         self._token = torch.zeros((), requires_grad=True)  # the leaf through which backward reaches only parameters
         self._state: set[int] = set()  # data pointers of tensors that are restored after forward
         self.gradients: dict[str, torch.Tensor] = {}  # this rank's, whole, by parameter's name
+        self.buffers: dict[str, torch.Tensor] = {}  # the model's, as forward left them
 
     def __torch_function__(self, function: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
         args, kwargs = pytree.tree_map_only(torch.Tensor, self._whole, (args, kwargs or {}))
@@ -165,9 +166,7 @@ class EagerRun(TorchFunctionMode):
         found = {}
         for key in sorted({one for one in exchange(wanted, self._mesh) if one is not None}):
             own = self._sent(self._own(self._buffers[key]).contiguous())
-            parts = own.new_empty(len(self._owners) * own.numel())
-            dist.all_gather_into_tensor(parts, own, group=self._mesh.group)
-            rows = parts.view(len(self._owners), -1)
+            rows = gather_all(own, self._mesh).view(len(self._owners), -1)
             places = [(place, self._mesh.tp_rank) for place in range(self._mesh.shard)]
             found[key] = torch.cat([rows[self._owners.index(place)] for place in places])
         return found
@@ -176,10 +175,12 @@ class EagerRun(TorchFunctionMode):
     def reading(
         self, model: nn.Module, loss: Callable[..., Any] | None, others: Sequence[torch.Tensor]
     ) -> Iterator[None]:
-        """The context of forward. At its end, everything that the model's code may have written is restored."""
+        """The context of forward. At its end, everything that the model's code may have written is restored, and
+        ``buffers`` are what it left."""
         keeping = torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
         with self.put_back(model, loss, others) as self._state, keeping, self._whole_parts(), self:
             yield
+            self.buffers = {name: own_part(one.detach()).clone() for name, one in model.named_buffers()}
 
     def put_back(
         self, model: nn.Module, loss: Callable[..., Any] | None, others: Sequence[torch.Tensor] = ()

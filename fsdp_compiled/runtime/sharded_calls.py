@@ -7,7 +7,7 @@ import math
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from functools import wraps
+from functools import partial, wraps
 from threading import RLock, current_thread
 from typing import Any, TypeVar, cast
 
@@ -26,6 +26,7 @@ from fsdp_compiled.optim.given_optimizer import check_step_hooks
 from fsdp_compiled.optim.hyperparameters import Hyperparameters
 from fsdp_compiled.optim.rules import make_rules_again
 from fsdp_compiled.runtime.checkpoint.writing import Checkpoints
+from fsdp_compiled.runtime.eager_comparison import ProgramDiffers
 from fsdp_compiled.runtime.local_steps import LocalSteps
 from fsdp_compiled.runtime.managed_model import ManagedModel
 from fsdp_compiled.runtime.parameters.shard_layout import Writes
@@ -154,6 +155,19 @@ class ShardedCalls:
         if bundle.COMPILES_ONLY:
             bundle.end_if_compiled(self._mesh)
         try:
+            try:
+                return self._execute(self._find(kind, state, batch, named), state)
+            except ProgramDiffers as error:
+                if self._verification is None or not self._verification.goes_on(error):
+                    raise
+            return self._execute(self._find(kind, state, batch, named), state, again=True)
+        except RankError as error:
+            self._checkpoints.heard(str(error))
+            raise
+
+    def _find(self, kind: Kind, state: State, batch: tuple[Any, ...], named: dict[str, Any]) -> Request:
+        """The call, with its program if it is kept. An error of this rank alone is told to the others."""
+        try:
             if kind in ("step", "last"):
                 self._read_rates()
                 for update in self._updates:
@@ -163,23 +177,24 @@ class ShardedCalls:
             if self._taken.layout.gradients_left and kind in ("step", "last", "accumulate"):
                 self._taken.check_gradients("step" if kind == "last" else kind)
             added = state.step_counts.added if kind == "last" else frozenset()
-            request = self._programs.find(kind, batch, named, added)
+            return self._programs.find(kind, batch, named, added)
         except Exception as error:
             self._refuse(error)
             raise
-        try:
-            with outside_modes(watched=True):
-                return self._execute(request, state)
-        except RankError as error:
-            self._checkpoints.heard(str(error))
-            raise
 
-    def _execute(self, request: Request, state: State) -> tuple[Compiled, dict[Port, torch.Tensor]]:
+    def _execute(
+        self, request: Request, state: State, again: bool = False
+    ) -> tuple[Compiled, dict[Port, torch.Tensor]]:
+        with outside_modes(watched=True):
+            return self._attempt(request, state, again)
+
+    def _attempt(self, request: Request, state: State, again: bool) -> tuple[Compiled, dict[Port, torch.Tensor]]:
+        """``again``: whether ranks that have no more batches know of the call already."""
         kind, batch, named = request.kind, request.batch, request.named
         if self._writes.shards is not None:
             self._writes.begin()
         self._programs.module_buffers.take(state.buffers, self._state.buffers)
-        if self._joined is not None:
+        if self._joined is not None and not again:
             self._joined.announce(kind, request.label, (batch, named), self._hyperparameters.values, request.modes)
         self._calls.hypers = f"{self._hyperparameters.digest:x}"
         known = request.compiled
@@ -212,7 +227,8 @@ class ShardedCalls:
             if expected is not None:
                 assert verification is not None
                 with self._of_site():
-                    verification.compare(expected, compiled.capture.rebuild(found), found, state)
+                    trace = partial(self._programs.maker.captured_again, request, self._state.buffers)
+                    verification.compare(expected, compiled.capture.rebuild(found), found, state, trace)
             if compiled.updates and (self._updates or self._shard_updates):
                 for one in self._shard_updates:
                     values = self._hyperparameters.values
@@ -223,6 +239,8 @@ class ShardedCalls:
                     self._hyperparameters.traced()  # changes by the optimizer's code are not the user's
         except BaseException as error:
             host_copies.finish()
+            if isinstance(error, ProgramDiffers):
+                self._programs.forget(compiled)
             called = f"{request.said(compiled.label)}{self._hyperparameters}{self._writes}"
             raised = self._failed.handle(compiled, state, error, ran, called)
             if raised is error:

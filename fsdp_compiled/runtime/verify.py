@@ -33,23 +33,26 @@ import torch
 from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
-from fsdp_compiled.capture.captured import find_loss
+from fsdp_compiled.capture.captured import Capture, find_loss
 from fsdp_compiled.capture.fake_inputs import casting
 from fsdp_compiled.capture.tensor_parallel import whole
-from fsdp_compiled.distributed.mesh import Mesh, RankError, exchange
+from fsdp_compiled.distributed.mesh import Mesh, exchange
 from fsdp_compiled.ir.program import COUNT, NORM, OVERFLOW, Port
 from fsdp_compiled.optim.given_optimizer import numbered
 from fsdp_compiled.optim.rule import Rule
 from fsdp_compiled.plan.plan import Buffer, Plan, Slot
 from fsdp_compiled.runtime.eager_comparison import (
     TINY,
+    ProgramDiffers,
     VerifiedPrograms,
+    buffers_off,
     gradient_bound,
     largest,
     moved_by_wire,
     off,
     result_off,
     returned_off,
+    traced_otherwise,
 )
 from fsdp_compiled.runtime.eager_run import EagerRun, Place
 from fsdp_compiled.runtime.managed_model import ManagedModel
@@ -118,6 +121,7 @@ class Expected:
     took: float = 0.0
     norm: float = 0.0
     norm_bound: float = 0.0
+    buffers: Mapping[str, torch.Tensor] = field(default_factory=dict)
     gradients: dict[str, Gradient] = field(default_factory=dict)
     reached: set[str] = field(default_factory=set)
 
@@ -163,6 +167,10 @@ class Verification:
     def label(self, compiled: Compiled) -> str:
         """What ranks call the eager run. Sites may run different programs."""
         return "verification of a local step" if self._local else f"verification of {compiled.label}"
+
+    def goes_on(self, error: ProgramDiffers) -> bool:
+        """Whether the call is traced anew and run again after this."""
+        return self._programs.goes_on(error)
 
     def returned(self, compiled: Compiled) -> None:
         """Counts a good call."""
@@ -221,7 +229,7 @@ class Verification:
         total = sum(one for _, one in told)
         mean = own if compiled.kind == "accumulate" else sum(value for value, _ in told) / total
         copy = pytree.tree_map(torch.clone, state)
-        expected = Expected(compiled, result, mean, changed, copy, rules, dict(values), summed)
+        expected = Expected(compiled, result, mean, changed, copy, rules, dict(values), summed, buffers=run.buffers)
         if compares and compiled.kind != "accumulate":
             run.gradients = summed.gradients
             self._average(run, self._mesh.tp / total / scale, expected)
@@ -258,20 +266,29 @@ class Verification:
         for one in expected.gradients.values():
             one.spread += (one.spread > 0) * least * most
 
-    def compare(self, expected: Expected, found: Any, outputs: Mapping[Port, torch.Tensor], state: State) -> None:
-        """Raises `RankError` on every rank if the program's results, or its changes to the state, differ from eager
-        PyTorch.
+    def compare(
+        self, expected: Expected, found: Any, outputs: Mapping[Port, torch.Tensor], state: State,
+        again: Callable[[], Capture],
+    ) -> None:  # fmt: skip
+        """Raises `ProgramDiffers` on every rank if the program's results, or its changes to the state, differ from
+        eager PyTorch.
 
-        Before that, the state is restored. Collective.
+        Before that, the state is restored. ``again``: traces the same call. Collective.
         """
         waited = time.perf_counter()
         wait_for_host_memory(self._plan)
         compiled = expected.compiled
-        said = self._results_off(expected, found) or self._gradients_off(expected, outputs, state)
+        said = (
+            self._results_off(expected, found)
+            or buffers_off(state.buffers, expected.buffers, self._plan)
+            or self._gradients_off(expected, outputs, state)
+        )
+        if said is not None:
+            said += traced_otherwise(compiled, again)
         try:
             put_back = "The state was put back to what it was before the step. "
             self._programs.agree(said, expected.changed, compiled.label, put_back)
-        except RankError:
+        except ProgramDiffers:
             self._put_back(expected.before, state)
             raise
         if compiled.kind in ("accumulate", "last"):  # an evaluation between them leaves them

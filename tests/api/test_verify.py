@@ -21,6 +21,7 @@ from fsdp_compiled.distributed.mesh import RankError
 from fsdp_compiled.kernels import operators as kernels
 from fsdp_compiled.plan.make_plan import SCALED
 from fsdp_compiled.plan.plan import Plan
+from fsdp_compiled.runtime import verify as verification
 from fsdp_compiled.runtime.eager_comparison import moved_by_wire, sent_apart
 from tests.launch import launch
 from tests.stale_models import Backwards, Layers, set_scale
@@ -319,6 +320,91 @@ def test_a_stale_read_beside_aux_is_an_error(what: str, monkeypatch: pytest.Monk
         sharded.step(*batch)
 
 
+class Inner(nn.Module):
+    """Its forward reads a Python value, and counts what it saw in a buffer that nothing else reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.gain, self.noted = nn.Linear(6, 6), 1.0, 1.0
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.seen += self.noted
+        return x + self.linear(x) * self.gain
+
+
+def stack(**options: Any) -> Any:
+    torch.manual_seed(0)
+    model = nn.Sequential(Inner(), Inner(), nn.Linear(6, 2))
+    return compile_sharded(model, adamw(model), loss=mse, policy=Policy(lower="eager", verify=1, **options))
+
+
+def test_the_first_module_that_computes_something_else_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    sharded, batch = stack(), batches(1, 4)[0]
+    sharded.step(*batch)
+    monkeypatch.setattr(Guards, "hold", lambda _: True)
+    sharded.model[1].gain = 2.0
+    with pytest.raises(RankError, match=r"the loss is .*traced again, 1 is the first module .*, 2\.0\)"):
+        sharded.step(*batch)
+
+
+def test_where_the_trace_is_not_out_of_date_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    sharded, batch = stack(), batches(1, 4)[0]
+    sharded.step(*batch)
+    compiled = sharded._programs.cached[0]
+    run = compiled.runner
+    monkeypatch.setattr(compiled, "runner", lambda *given: [one * 1.5 for one in run(*given)])
+    with pytest.raises(RankError, match="its code gives the same program"):
+        sharded.step(*batch)
+
+
+def test_a_buffer_that_forward_leaves_otherwise_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither loss nor gradients tell of it."""
+    sharded, batch = stack(), batches(1, 4)[0]
+    sharded.step(*batch)
+    monkeypatch.setattr(Guards, "hold", lambda _: True)
+    sharded.model[0].noted = 3.0
+    with pytest.raises(RankError, match=r"the buffer 0\.seen is 2, and 4 in eager PyTorch; traced again, 0 is the"):
+        sharded.step(*batch)
+    assert float(sharded.state.buffers["0.seen"]) == 1
+
+
+@pytest.mark.parametrize("how", ["step", "microbatches", "after an error"])
+def test_a_program_that_differs_is_traced_anew(
+    how: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Then the steps are those of a model whose change the guards see. The control, which raises, is traced anew at the
+    next call."""
+    found = []
+    for seen in (True, False):
+        with monkeypatch.context() as off:
+            sharded = stack(verify_difference="raise" if how == "after an error" else "recapture")
+            losses = []
+            for step, batch in enumerate(batches(4, 4)):
+                if step == 2:
+                    if not seen:
+                        off.setattr(Guards, "hold", lambda _: True)
+                    sharded.model[1].gain = 2.0
+                    if not seen and how == "after an error":
+                        with pytest.raises(RankError, match="in eager PyTorch"):
+                            sharded.step(*batch)
+                if how == "microbatches":
+                    losses.append(float(sharded.accumulate(*batch)))
+                losses.append(float(sharded.step(*batch)))
+            found.append((losses, [one.tolist() for one in sharded.full_state_dict().values()]))
+    assert found[0] == found[1]
+    assert ("It is traced anew." in caplog.text) == (how != "after an error")
+
+
+def test_a_new_program_that_differs_too_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(verification, "result_off", lambda what, *_: f"{what} is off, and another in eager PyTorch")
+    sharded = stack(verify_difference="recapture")
+    before = [one.clone() for one in sharded.state.parameters.values()]
+    with pytest.raises(RankError, match="in eager PyTorch"):
+        sharded.step(*batches(1, 4)[0])
+    assert sharded.captures == 2 and all(map(torch.equal, before, sharded.state.parameters.values()))
+
+
 def test_which_calls_are_verified(monkeypatch: pytest.MonkeyPatch) -> None:
     from fsdp_compiled.runtime.verify import Verification
 
@@ -352,6 +438,10 @@ def test_what_is_not_a_number_of_steps_is_refused() -> None:
     for wrong in (-1, 0.5, "yes"):
         with pytest.raises(ValueError, match=r"Policy\.verify"):
             Policy(verify=wrong)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"Policy\.verify_difference"):
+        Policy(verify=True, verify_difference="warn")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="sync_every=2"):
+        Policy(verify=True, verify_difference="recapture", sync_every=2)
 
 
 @pytest.fixture(scope="module")

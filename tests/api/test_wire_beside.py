@@ -51,7 +51,8 @@ REFUSED: list[tuple[str, dict[str, Any]]] = [
 ]
 # Of calls, not of programs: on two processes in tests/api/test_wire.py, by the case.
 ON_PROCESSES = {
-    "lower": "inductor", "verify": "verified", "verify_gradients": "forward verified", "network": "measured",
+    "lower": "inductor", "verify": "verified", "verify_difference": "verified",
+    "verify_gradients": "forward verified", "network": "measured",
     "memory_gb": "little memory", "dynamic": "sizes that move", "programs": "few programs",
 }  # fmt: skip
 LOCAL = {"sync_every", "outer"}  # tests/api/test_local_steps.py: test_exchanges_are_sent_in_a_byte_an_element

@@ -88,6 +88,46 @@ def test_what_is_stale_in_backward_is_an_error(monkeypatch: pytest.MonkeyPatch) 
             assert all(one.grad is None for one in model.parameters())
 
 
+class Counts(nn.Module):
+    """Counts its calls in a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.gain = nn.Linear(6, 2), 1.0
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return self.linear(x) * self.gain
+
+
+@pytest.mark.parametrize("how", ["recapture", "raise"])
+@pytest.mark.parametrize("gradients", [True, False], ids=["training", "evaluation"])
+def test_a_program_that_differs_is_traced_anew(how: str, gradients: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At once, or at the call after the error. Buffers are then written once."""
+    torch.manual_seed(0)
+    model, plain = Counts(), Counts()
+    plain.load_state_dict(model.state_dict())
+    fully_shard(model, policy=Policy(lower="eager", verify=True, verify_difference=how))  # type: ignore[arg-type]
+    for step in range(4):
+        x = batches(4, 4)[step][0]
+        if step == 1:
+            monkeypatch.setattr(Guards, "hold", lambda _: True)
+            model.gain = plain.gain = 3.0
+            if how == "raise":
+                with torch.set_grad_enabled(gradients), pytest.raises(RankError, match="first module"):
+                    model(x)
+        with torch.set_grad_enabled(gradients):
+            results = model(x), plain(x)
+        assert torch.equal(*results), step
+        if gradients:
+            for one in results:
+                one.square().sum().backward()
+        assert int(model.calls) == int(plain.calls) == step + 1
+    if gradients:
+        assert torch.equal(model.linear.weight.grad.full_tensor(), plain.linear.weight.grad)  # type: ignore[operator,union-attr]
+
+
 def test_verified_calls_are_those_without(caplog: pytest.LogCaptureFixture) -> None:
     found = []
     for verify in (False, 2):
@@ -101,7 +141,8 @@ def test_verified_calls_are_those_without(caplog: pytest.LogCaptureFixture) -> N
 
 
 def test_on_two_ranks() -> None:
-    results = launch(WORKER, 2, "same", "own_class", "own_class_stale", "held_back", "stale_on_one")
+    results = launch(WORKER, 2, "same", "own_class", "own_class_stale", "held_back", "own_lengths", "stale_on_one")
+    assert [one.get("result", one) for one in results["own_lengths"]] == ["True"] * 2
     assert [one.get("result", one) for one in results["own_class"]] == ["True"] * 2
     for one in results["own_class_stale"]:
         assert "the gradient of linear." in one["message"], one

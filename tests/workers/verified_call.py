@@ -27,9 +27,9 @@ def shard(**options: Any) -> Any:
     return model, torch.optim.AdamW(model.parameters(), lr=0.01)
 
 
-def step(model: Any, optimizer: Any, seed: int) -> float:
+def step(model: Any, optimizer: Any, seed: int, rows: int = 4) -> float:
     generator = torch.Generator().manual_seed(2 * seed + RANK)
-    x, y = torch.randn(4, 6, generator=generator), torch.randn(4, 2, generator=generator)
+    x, y = torch.randn(rows, 6, generator=generator), torch.randn(rows, 2, generator=generator)
     loss = F.mse_loss(model(x), y)
     loss.backward()
     optimizer.step()
@@ -43,6 +43,21 @@ def same() -> Any:
         model, optimizer = shard(verify=verify)
         torch.manual_seed(5 + RANK)
         found.append([step(model, optimizer, seed) for seed in range(4)])
+    return found[0] == found[1]
+
+
+def own_lengths() -> Any:
+    """A rank's program is new to it in a call in which the other's is not; evaluations between the steps."""
+    found = []
+    for verify in (False, True):
+        model, optimizer = shard(verify=verify)
+        torch.manual_seed(5 + RANK)
+        values = []
+        for seed, rows in enumerate(((4, 4, 4, 5, 6), (4, 5, 6, 4, 4))[RANK]):
+            values.append(step(model, optimizer, seed, rows))
+            with torch.no_grad():
+                values.append(float(model(torch.ones(rows, 6)).sum()))
+        found.append(values)
     return found[0] == found[1]
 
 

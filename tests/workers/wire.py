@@ -28,7 +28,7 @@ CASES: dict[str, tuple[dict[str, Any], tuple[int, ...]]] = {
     "ddp": ({"shard": "ddp"}, (2,)),
     "replicas": ({}, (2, 1)),
     "limit": ({"limit": 1, "prefetch": 0}, (2,)),
-    "verified": ({"verify": True}, (2,)),
+    "verified": ({"verify": True, "verify_difference": "recapture"}, (2,)),
     "forward verified": ({"verify": True, "verify_gradients": False}, (2,)),
     "measured": ({"network": "measure"}, (2,)),
     "little memory": ({"memory_gb": 1e-6}, (2,)),

@@ -30,10 +30,12 @@ from fsdp_compiled.capture.global_modes import check_transforms, outside_modes, 
 from fsdp_compiled.capture.model_tensors import named_parameters
 from fsdp_compiled.distributed.call_log import Calls
 from fsdp_compiled.distributed.mesh import ENDED, Mesh, RankError
+from fsdp_compiled.ir.program import SILENT, Port
 from fsdp_compiled.lower import bundle
 from fsdp_compiled.plan.plan import Plan
 from fsdp_compiled.policy import Policy
 from fsdp_compiled.runtime.autograd_hooks import check_module_hooks
+from fsdp_compiled.runtime.eager_comparison import ProgramDiffers
 from fsdp_compiled.runtime.fsdp.extended_parameter import Extended
 from fsdp_compiled.runtime.fsdp.module_plan import ModulePlan, make
 from fsdp_compiled.runtime.fsdp.module_run import Run, run_program
@@ -86,6 +88,16 @@ class ModuleCall:
 
     @untraced
     def __call__(self, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
+        carried = self._carried
+        try:
+            return self._call(args, named)
+        except ProgramDiffers as error:
+            self._carried = carried
+            if not self._verifying[self._made].programs.goes_on(error):
+                raise
+        return self._call(args, named)
+
+    def _call(self, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
         self._calls = shared_calls(self._mesh)  # another log if the process group has changed
         self._calls.check_open()
         if bundle.COMPILES_ONLY:
@@ -125,22 +137,20 @@ class ModuleCall:
             lent.drop(gathered)
             if self._carried or compiled.capture.carried:
                 self._check_carried(compiled, trains)
-            if not trains:
+            verifies = made.plan.policy.verify and (trains or compiled.wire != SILENT or self._mesh.world == 1)
+            verified = self._verified(compiled, request, args, named) if verifies else None
+            results: Sequence[Port] = ()
+            if trains:
+                run = Run(made, compiled, self._calls, inputs, verified)
+                outputs, results = run.apply(), run.training.results
+            else:
                 with made.drawing(compiled):
                     outputs = run_program(partial(compiled.runner, *inputs), self._calls)
-                values = dict(zip(compiled.outputs, outputs, strict=True))
-                result, changes = compiled.capture.rebuild(shared(values, inputs, compiled.aliases))
-                if changes:
-                    leave(contents(args, named), changes)
-                return result
-            verified = self._verified(compiled, request, args, named) if made.plan.policy.verify else None
-            run = Run(made, compiled, self._calls, inputs, verified)
-            outputs = run.apply()
-            found = shared(dict(zip(run.training.results, outputs, strict=True)), inputs, compiled.aliases)
+            found = shared(dict(zip(results or compiled.outputs, outputs, strict=True)), inputs, compiled.aliases)
             result, changes = compiled.capture.rebuild(found)
             if verified is not None:
-                with self._calls.together(f"verification of {compiled.label}, compared"):
-                    verified.compare(result, found, run.training.results)
+                with self._calls.together(f"{verified.label}, compared"):
+                    verified.compare(result, found, results)
             if changes:
                 leave(contents(args, named), changes)
             return result
@@ -174,11 +184,14 @@ class ModuleCall:
         if made not in self._verifying:
             known = {one: calls for one, calls in self._verifying.items() if one in self._known.values()}
             self._verifying = {**known, made: VerifiedCalls(made, self.module, self._function)}
-        if not self._verifying[made].due(compiled):
+        calls = self._verifying[made]
+        with self._calls.naming():
+            due = calls.due(compiled)
+        if not due:
             return None
         self._calls.returned()
-        with self._calls.together(f"verification of {compiled.label}"):
-            found = self._verifying[made].run(compiled, request, args, named)
+        with self._calls.together(calls.label):
+            found = calls.run(compiled, request, args, named)
         self._calls.post(request.said(compiled.label), compiled.wire)
         return found
 

@@ -126,7 +126,7 @@ class Run:
             return None
         if not all(group.synchronise and group.all_reduces for group in self.made.groups):
             return None
-        label = f"verification of backward of {self.compiled.label}"
+        label = f"{verified.label}, backward"
         with self.calls.together(label):
             if not verified.backward(tangents):
                 return None

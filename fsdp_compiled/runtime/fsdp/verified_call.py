@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,12 +22,23 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
+from fsdp_compiled.capture.captured import Capture
 from fsdp_compiled.capture.tensor_parallel import own_part
-from fsdp_compiled.distributed.mesh import RankError, any_rank
+from fsdp_compiled.distributed.mesh import any_rank
 from fsdp_compiled.ir.program import Port
 from fsdp_compiled.plan.plan import Division, Slot
 from fsdp_compiled.plan.rows import own_rows
-from fsdp_compiled.runtime.eager_comparison import TINY, VerifiedPrograms, gradient_bound, largest, off, returned_off
+from fsdp_compiled.runtime.eager_comparison import (
+    TINY,
+    ProgramDiffers,
+    VerifiedPrograms,
+    buffers_off,
+    gradient_bound,
+    largest,
+    off,
+    returned_off,
+    traced_otherwise,
+)
 from fsdp_compiled.runtime.eager_run import EagerRun, Place
 from fsdp_compiled.runtime.fsdp.module_plan import ModulePlan
 from fsdp_compiled.runtime.fsdp.module_state import traced
@@ -43,6 +55,7 @@ class VerifiedCalls:
     def __init__(self, made: ModulePlan, module: nn.Module, function: Callable[..., Any]) -> None:
         self.made, self.module, self.function = made, module, function
         self.programs = VerifiedPrograms(made.plan, made.mesh)
+        self.label = f"verification of {type(module).__name__}"  # to other ranks
         self._counts: dict[int, int] = {}  # calls so far, by the program's number
         self._places: dict[int, Place] = {
             id(entry.parameter): (buffer.key, slot.name)
@@ -51,11 +64,12 @@ class VerifiedCalls:
         }
 
     def due(self, compiled: Compiled) -> bool:
-        """Whether to verify this call of the program. Counts the call. The same on every rank."""
-        if self.programs.draws_otherwise(compiled):
-            return False
+        """Whether to verify this call of the program. Counts the call. Collective: ranks may run programs for other
+        lengths, so a call is verified where it is one of the first of its program on any of them."""
         count = self._counts[compiled.number] = self._counts.get(compiled.number, -1) + 1
-        return self.programs.due(count)
+        if not any_rank(self.programs.due(count), self.made.mesh):
+            return False
+        return not any_rank(self.programs.draws_otherwise(compiled), self.made.mesh)
 
     def run(self, compiled: Compiled, request: Request, args: tuple[Any, ...], named: dict[str, Any]) -> Verified:
         """Runs the module's forward by its own code. Changes nothing. Collective."""
@@ -74,7 +88,7 @@ class VerifiedCalls:
             with (
                 traced(),
                 request.modes.entered(),
-                torch.enable_grad(),
+                torch.set_grad_enabled(compiled.kind == "training"),
                 self.registered(apart),
                 run.reading(self.module, self.function, others),
             ):
@@ -89,7 +103,8 @@ class VerifiedCalls:
             f"traced{changed}",
             "Nothing was changed.",
         )
-        return Verified(self, compiled, run, result, changed, drawn, time.perf_counter() - begun)
+        again = partial(self.made.programs.maker.captured_again, request, made.lent.buffers)
+        return Verified(self, compiled, run, result, again, changed, drawn, time.perf_counter() - begun)
 
     @contextmanager
     def registered(self, gathered: Mapping[str, torch.Tensor]) -> Iterator[None]:
@@ -110,25 +125,29 @@ class Verified:
     """One verified call: the eager forward's results, and its backward."""
 
     def __init__(
-        self, owner: VerifiedCalls, compiled: Compiled, run: EagerRun, result: Any, changed: str, drawn: torch.Tensor,
-        took: float,
+        self, owner: VerifiedCalls, compiled: Compiled, run: EagerRun, result: Any,
+        again: Callable[[], Capture], changed: str, drawn: torch.Tensor, took: float,
     ) -> None:  # fmt: skip
+        self.label = owner.label
         self._owner, self._compiled, self._run, self._changed = owner, compiled, run, changed
-        self._result, self._drawn, self._took = result, drawn, took
+        self._result, self._again, self._drawn, self._took = result, again, drawn, took
         lent = owner.made.lent
         self._before = [(one, one.clone()) for one in (*lent.buffers.values(), *lent.constants.values())]
         self._results: list[torch.Tensor | None] = []  # eager results, by the place among the program's results
 
     def compare(self, found: Any, outputs: Mapping[Port, torch.Tensor], results: Sequence[Port]) -> None:
-        """Raises `RankError` on every rank where forward returned something else, after it restored the buffers.
+        """Raises `ProgramDiffers` on every rank where forward returned or left something else, after it restored the
+        buffers.
 
         ``found``: forward's return value; ``outputs``: the tensors in it; ``results``: those that have derivatives.
         Collective.
         """
         programs, plan = self._owner.programs, self._owner.made.plan
+        said = returned_off(found, self._result, plan)
+        said = said or buffers_off(self._owner.made.lent.buffers, self._run.buffers, plan)
         try:
-            programs.agree(returned_off(found, self._result, plan), self._changed, self._compiled.label)
-        except RankError:
+            self._agree(said, self._compiled.label)
+        except ProgramDiffers:
             with torch.no_grad():
                 for one, value in self._before:
                     one.copy_(value)
@@ -140,6 +159,17 @@ class Verified:
         known = [places.get(id(outputs[port])) for port in results]
         self._results = [None if place is None else own_part(theirs[place]) for place in known]
         self._result, self._before = None, []
+
+    def _agree(self, said: str | None, label: str) -> None:
+        """Raises `ProgramDiffers` on every rank where one has said that something differs. Then none keeps the
+        program."""
+        if said is not None:
+            said += traced_otherwise(self._compiled, self._again)
+        try:
+            self._owner.programs.agree(said, self._changed, label)
+        except ProgramDiffers:
+            self._owner.made.programs.forget(self._compiled)
+            raise
 
     def backward(self, tangents: Sequence[torch.Tensor | None]) -> bool:
         """Runs the eager backward from these derivatives, once. Returns whether it ran. Collective."""
@@ -166,7 +196,7 @@ class Verified:
         return True
 
     def compare_gradients(self, found: Mapping[Entry, DTensor]) -> None:
-        """Raises `RankError` on every rank where these gradients differ from the means of the eager ones.
+        """Raises `ProgramDiffers` on every rank where these gradients differ from the means of the eager ones.
         Collective."""
         made = self._owner.made
         mine = {made.names[entry]: gradient.to_local() for entry, gradient in found.items()}
@@ -190,4 +220,4 @@ class Verified:
             bound = share * largest(mean) + least * most + TINY
             gradient = mine.get(name, torch.zeros_like(own))
             said = said or off(f"the gradient of {name}", gradient, own, bound, own.isfinite())
-        self._owner.programs.agree(said, self._changed, f"the backward of {self._compiled.label}")
+        self._agree(said, f"the backward of {self._compiled.label}")

@@ -71,6 +71,10 @@ class Stages:
     rest: tuple[Pass, ...]
     plan: Plan
 
+    def captured(self) -> Program:
+        """The captured program, before any pass."""
+        return self.first[0] if self.first else self.last()
+
     def until(self, program: Program) -> tuple[Program, ...]:
         """All stages from the captured program to this program, which is the last."""
         made: list[Program] = []

@@ -107,7 +107,7 @@ class Programs:
         self._options = options
         for compiled in self.cached:
             if compiled.updates:
-                self._drop(compiled.number)
+                self.forget(compiled)
 
     def find(self, kind: Kind, batch: tuple[Any, ...], named: dict[str, Any], added: Names = frozenset()) -> Request:
         """The call, with its program if it is kept. Raises ``ValueError`` for a call that cannot have a program."""
@@ -212,6 +212,11 @@ class Programs:
         if not variants or variants[0] is not compiled:
             variants[:] = [compiled, *(other for other in variants if other is not compiled)]
         return compiled
+
+    def forget(self, compiled: Compiled) -> None:
+        """Drops a program, if it is kept: the next such call makes another."""
+        if compiled.number in self._cached:
+            self._drop(compiled.number)
 
     def running(self, label: str, wire: str) -> Compiled | None:
         """The program of a call that another rank has posted; None if it is not kept here."""

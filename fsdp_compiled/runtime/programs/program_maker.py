@@ -191,6 +191,13 @@ class ProgramMaker:
         self._begun = True
         return compiled
 
+    def captured_again(self, request: Request, buffers: Buffers) -> Capture:
+        """Captures a call that has a program, on this rank alone, and makes no other program of it."""
+        with no_collection(), global_modes.outside_modes(), self.alone():
+            spec = self._spec(request, buffers, ())
+            with self._opened():
+                return capture(self.model, spec)
+
     def _by_itself(self, request: Request, buffers: Buffers, rules: Sequence[Rule], room: Room) -> Compiled:
         with self.alone():
             return self.compile(request, buffers, rules, room)
@@ -207,7 +214,7 @@ class ProgramMaker:
         """What is to be compiled, after ranks exchanged what they must know of each other."""
         # Sizes may differ between ranks; all trace with those of rank 0.
         hints = traced_with(from_first(request.sizes, self.ranks)) if request.sizes else {}
-        tuned = any_rank(chooses_products(), self.mesh) if self._tuned is None else self._tuned
+        tuned = any_rank(chooses_products(), self.ranks) if self._tuned is None else self._tuned
         gloo = tuple(axis for axis, name in backends(self.mesh).items() if name == "gloo")
         return ProgramSpec(
             request.kind, self.loss, self.plan, tuple(rules), buffers, batch=request.batch, named=request.named,
