@@ -1,8 +1,10 @@
-"""Meshes whose ranks are in another order than in their process groups are refused under both faces."""
+"""Meshes whose ranks are in another order than in their process groups, or that are others on other ranks, are refused
+under both faces."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,7 +13,9 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp_compiled import compile_sharded, fully_shard
+from tests.launch import launch
 
+WORKER = Path(__file__).parents[1] / "workers" / "verify.py"
 HSDP = ("replicate", "shard")
 
 
@@ -42,3 +46,8 @@ def test_another_order_is_refused(four_ranks: None, ranks: list[int] | list[list
 @pytest.mark.parametrize("ranks", [[0, 1, 2, 3], [[0, 1], [2, 3]], [[0, 2], [1, 3]]])
 def test_ascending_orders_are_not(four_ranks: None, ranks: list[int] | list[list[int]], face: str) -> None:
     sharded(DeviceMesh("cpu", ranks, mesh_dim_names=HSDP if isinstance(ranks[0], list) else None), face)
+
+
+def test_meshes_that_differ_between_ranks_are_an_error_on_both() -> None:
+    for one in launch(WORKER, 2, "different_meshes")["different_meshes"]:
+        assert one["result"].count("ValueError: Ranks were given different meshes: rank 0 has [0, 1]") == 2, one

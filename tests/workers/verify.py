@@ -16,12 +16,13 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from fsdp_compiled import Policy, compile_sharded
+from fsdp_compiled import Policy, compile_sharded, fully_shard
 from fsdp_compiled.capture.guards import Guards
 from fsdp_compiled.distributed import device_mesh
 from fsdp_compiled.runtime.eager_run import EagerRun
 from tests.cut_models import batch as tokens
 from tests.cut_models import loss_fn, net
+from tests.launch import told
 from tests.stale_models import Backwards, set_scale
 from tests.toys import mse as loss_of
 from tests.toys import net as small
@@ -215,6 +216,13 @@ def raises_on_one_along_tp() -> Any:
     if RANK:
         model.down.forward = lambda _: 1 / 0  # type: ignore[method-assign, return-value]
     return unchanged(sharded, lambda: sharded.step(*tokens(1, 0)))
+
+
+def different_meshes() -> Any:
+    """Each face on a mesh that is another one on the other rank, then on one that is not."""
+    mesh = DeviceMesh("cpu", [1, 0] if RANK else [0, 1])
+    own = [told(lambda: fully_shard(nn.Linear(4, 4), mesh=mesh)), told(lambda: shard(mesh))]
+    return [*own, float(shard(DeviceMesh("cpu", [0, 1])).step(*batch()))]
 
 
 def another_order() -> Any:
