@@ -33,6 +33,7 @@ from torch import fx
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
 
 from fsdp_compiled.ir.nodes import mutated
 from fsdp_compiled.kernels.aten_operators import operators
@@ -164,7 +165,12 @@ class Subject:
 
 
 def trace(subject: Subject, dtype: torch.dtype, device: torch.device) -> fx.Graph:
-    """Raises `Refused` for an optimizer that is not element-wise, or whose code cannot be traced."""
+    """Raises `Refused` for an optimizer that is not element-wise, or whose code cannot be traced.
+
+    For a GPU that is not there it is traced on fake CPU tensors: PyTorch copies between fake GPU tensors only where it
+    was built for a GPU.
+    """
+    traced_on = device if torch.accelerator.is_available() else torch.device("cpu")
     state = subject.kept.state
     inputs = inputs_of(state, subject.hypers)
     made = copy_of(subject.optimizer, [{"params": []}], {})
@@ -178,11 +184,11 @@ def trace(subject: Subject, dtype: torch.dtype, device: torch.device) -> fx.Grap
 
     def example(one: RuleInput) -> torch.Tensor:
         if one.kind == "hyper":
-            return torch.zeros((), dtype=torch.float64, device=device)
+            return torch.zeros((), dtype=torch.float64, device=traced_on)
         entry = next((entry for entry in state if one.kind == "state" and entry.name == one.name), None)
         if entry is None:
-            return torch.zeros(SHAPE, dtype=dtype, device=device)
-        return torch.zeros(() if entry.scalar else SHAPE, dtype=entry.dtype or dtype, device=device)
+            return torch.zeros(SHAPE, dtype=dtype, device=traced_on)
+        return torch.zeros(() if entry.scalar else SHAPE, dtype=entry.dtype or dtype, device=traced_on)
 
     with torch._subclasses.FakeTensorMode(), torch.no_grad():
         traced = make_fx(update)(*map(example, inputs))
@@ -191,6 +197,8 @@ def trace(subject: Subject, dtype: torch.dtype, device: torch.device) -> fx.Grap
     for node, one in zip(graph.find_nodes(op="placeholder"), inputs, strict=True):
         node.target = str(one)
         node._rename(str(one))
+    for node in graph.nodes if traced_on != device else ():
+        node.args, node.kwargs = pytree.tree_map_only(torch.device, lambda _: device, (node.args, node.kwargs))
     _resolve_aliases(graph)
     _read_gradient_from_a_copy(graph)
     graph.eliminate_dead_code(is_impure_node=lambda node: node.op in ("placeholder", "output") or bool(mutated(node)))

@@ -62,8 +62,7 @@ def test_times_of_generated_models_are_bounded_and_monotone(recipe: models.Recip
     recipe = replace(recipe, width=64 * recipe.width, hidden=64 * recipe.hidden)
     mesh = {"replicate": recipe.replicate, "shard": recipe.shard}
     words, targets = models.batches(recipe, 1)[0][0]
-    half = any(block.kind == "mixed" for block in recipe.blocks)  # whose updates need CUDA to be traced for a GPU
-    fast = replace(H100, gpu=not half)
+    fast = H100
     slower = replace(fast, network=fast.network / 20, inner=(fast.inner or fast.network) / 20)
 
     def made(times: int) -> Estimate:
@@ -82,3 +81,14 @@ def test_times_of_generated_models_are_bounded_and_monotone(recipe: models.Recip
     for found in (one, more, launched):
         slow = found.on(slower)
         assert found.seconds <= slow.seconds and sum(map(found.busy, LANES)) < sum(map(slow.busy, LANES))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_updates_of_half_precision_are_simulated_for_a_gpu(dtype: torch.dtype) -> None:
+    """PyTorch without a GPU cannot copy between fake GPU tensors, which rounding an update to bfloat16 does."""
+
+    def model() -> torch.nn.Module:
+        return torch.nn.Linear(64, 64, bias=False).to(dtype)
+
+    found = simulate(model, lambda model, x: model(x).square().mean(), (torch.ones(4, 64, dtype=dtype),), 8, "h100")
+    assert found.memory.persistent.optimizer == 2 * 64 * 64 // 8 * dtype.itemsize + 4  # the step, of the group

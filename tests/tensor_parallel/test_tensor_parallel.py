@@ -71,7 +71,7 @@ def test_loss_parallel_clipping_and_microbatches(results: dict[str, Any]) -> Non
 def test_verify_compares_gradients_of_parts(row: dict[str, Any]) -> None:
     """The control compares forward alone. That what is right is no difference, `classes` shows."""
     for found in answers(row, "stale"):
-        assert "RankError: Policy.verify: in step" in found["True"] and "the gradient's norm is" in found["True"], found
+        assert "Policy.verify: in step" in found["True"] and "the gradient's norm is" in found["True"], found
         assert found["False"] == "nothing"
 
 

@@ -29,9 +29,7 @@ def test_with_sequence_parallelism_and_clipping_it_is_fsdp2_to_the_bit(results: 
 def test_verify_compares_gradients_of_parts() -> None:
     """The first call is no difference, and the second's derivative is one; the control compares forward alone."""
     for found in answers(launch(WORKER, 2, "verified"), "verified"):
-        assert "RankError: Policy.verify: in the backward" in found["True"] and "the gradient of" in found["True"], (
-            found
-        )
+        assert "Policy.verify: in the backward" in found["True"] and "the gradient of" in found["True"], found
         assert found["False"] == "nothing"
 
 
