@@ -1,5 +1,5 @@
-"""Measures steps, call by call, beside their prediction: `Sharded.profile`. While a step is
-profiled, the program's code runs with a clock around each call (`Timed`).
+"""Measures steps, call by call, beside their prediction: `Sharded.profile`. While a step is profiled, the program's
+code runs with a clock around each call (`Timed`), and each call has a name in ``torch.profiler``: its unit and its node.
 """
 
 from __future__ import annotations
@@ -14,9 +14,11 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch.profiler import record_function
 
 from fsdp_compiled.analysis.timeline import WAIT, Timeline, estimate, measured
 from fsdp_compiled.ir.program import Program
+from fsdp_compiled.ir.text import where
 from fsdp_compiled.lower.lowering import Runner
 from fsdp_compiled.lower.pending_collectives import PendingCollectives
 from fsdp_compiled.lower.program_code import Code, function_for
@@ -53,11 +55,12 @@ class Timed:
 
     def _clocked(self, code: Code, node: fx.Node) -> tuple[Callable[..., Any], Sequence[Any]]:
         target, args = code.call(node)
-        function = function_for(target, args, node.kwargs)
+        function, label = function_for(target, args, node.kwargs), f"{where(node)}: {node.name}"
 
         def clocked(*given: Any, **named: Any) -> Any:
             begun = self._now()
-            made = function(*given, **named)
+            with record_function(label):
+                made = function(*given, **named)
             self._noted.append((node, begun, self._now()))
             return made
 

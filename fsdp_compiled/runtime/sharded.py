@@ -260,8 +260,9 @@ class Sharded(ShardedCheckpoints):
 
         Programs that were compiled before the block run with a clock around each call, and without CUDA graphs, so
         make a step first and a few inside. Printed, ``profile`` says what bounds the step and which field of `Policy`
-        to try; `Profile.trace` writes it for Perfetto, and `dump(folder, profile)` into ``report.html``. Each rank may
-        have such a block or none. Raises ``RuntimeError`` at its end where nothing was measured.
+        to try; `Profile.trace` writes it for Perfetto, and `dump(folder, profile)` into ``report.html``. Inside the
+        block ``torch.profiler`` names each call by its unit. Each rank may have such a block or none. Raises
+        ``RuntimeError`` at its end where nothing was measured.
         """
         with profiling(self.plan, self._programs.cached) as found:
             yield found

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.profiler import ProfilerActivity
 
 from fsdp_compiled import Policy, compile_sharded
 from fsdp_compiled.analysis.timeline import WAIT, Span, Timeline, measured
@@ -60,11 +61,12 @@ def test_a_block_in_which_nothing_ran_says_so_and_leaves_the_programs_as_they_we
     assert str(early) == "nothing was measured"
     before = sharded._programs.newest.runner
     sharded(x)
-    with sharded.profile() as profile:
+    with sharded.profile() as profile, torch.profiler.profile(activities=[ProfilerActivity.CPU]) as seen:
         assert sharded._programs.newest.runner is not before
         sharded.step(x)
         sharded(x)  # measured, and no step
     assert sharded._programs.newest.runner is before and len(profile.steps) == 1
+    assert {one.key.partition(": ")[0] for one in seen.key_averages()} >= {"layers.0", "layers.1"}
     assert len(profile.runs) == 2 and profile.compiled is sharded._programs.newest
     with pytest.raises(ZeroDivisionError), sharded.profile():
         raise ZeroDivisionError  # its own error, not that nothing was measured
