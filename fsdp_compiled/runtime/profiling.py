@@ -1,5 +1,7 @@
-"""Measures steps, call by call, beside their prediction: `Sharded.profile`. While a step is profiled, the program's
-code runs with a clock around each call (`Timed`), and each call has a name in ``torch.profiler``: its unit and its node.
+"""Measures steps, call by call, beside their prediction: `Sharded.profile`.
+
+While a step is profiled, the program's code runs with a clock around each call (`Timed`). In ``torch.profiler`` each
+call has a name, too: its unit and its node.
 """
 
 from __future__ import annotations
