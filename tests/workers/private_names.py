@@ -136,10 +136,9 @@ def forked(taken: list[str], how: str) -> str:
 
 
 def warm_up() -> None:
-    """All that a fork can find done already: imports of PyTorch's, what it does at its first capture, and bytecode of
-    the package's, wherever Python was told to write none."""
+    """All that a fork can find done already: imports of PyTorch's, what it does at its first capture, and, from the
+    second fork on, bytecode of the package's, wherever Python was told to write none."""
     forked_ranks.seldom_collect()
-    sys.dont_write_bytecode, sys.pycache_prefix = False, os.environ["TORCHINDUCTOR_CACHE_DIR"]
     for row in names.TABLE.values():
         list(map(names.has, row.names))
     names._found.clear()
@@ -152,6 +151,7 @@ def warm_up() -> None:
         tqdm.tqdm.monitor_interval = 0  # which is a thread, of Dynamo's bar
         torch.compile(loss, backend="aot_eager", fullgraph=True)(model(), batch()).backward()
         torch._dynamo.reset()
+    sys.dont_write_bytecode, sys.pycache_prefix = False, os.environ["TORCHINDUCTOR_CACHE_DIR"]
     gc.collect()
     gc.freeze()
 
