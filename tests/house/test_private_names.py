@@ -83,11 +83,15 @@ def test_without_names_all_is_the_same_or_refused_by_name(
                 assert not core and any(names.TABLE[use].without in line for line in one["logged"]), case
 
 
-MODELS = [
-    *("", "dropout", "autocast", "begins with nothing", "counts", "a literal in each", "tuple", "in place", "tied"),
-    *("frozen", "one frozen inside", "literals", "shared", "rotary", "takes turns", "checkpointed", "around"),
-    *("hidden states", "two lists"),
-]
+MODELS = chosen(
+    [
+        *("", "dropout", "autocast", "begins with nothing", "counts", "a literal in each", "tuple", "in place", "tied"),
+        *("frozen", "one frozen inside", "literals", "shared", "rotary", "takes turns", "checkpointed", "around"),
+        *("hidden states", "two lists"),
+    ],
+    # The others are compared with what is traced and differentiated whole in tests/capture.
+    ["", "dropout", "counts", "in place", "shared", "checkpointed", "hidden states", "two lists"],
+)
 
 
 @pytest.mark.parametrize("like", MODELS)
