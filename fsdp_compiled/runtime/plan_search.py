@@ -112,7 +112,7 @@ def plan(
             found += priced
             if priced and all(price.peak > capacity for price in priced):
                 full.add(tp)
-        others = [other.submit(_resident).result()] if other is not None else []
+        others = [other.submit(_resident).result()] if found and other is not None else []
     if not found:
         why = "; ".join(dict.fromkeys(reasons)) or "No way that is tried divides ranks and batch."
         raise ValueError(f"Nothing can be priced. {why}")

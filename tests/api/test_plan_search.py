@@ -22,6 +22,7 @@ from fsdp_compiled.plan.hardware import ERROR, GIB, JUDGED, bits, gpus
 from fsdp_compiled.runtime import plan_search
 from fsdp_compiled.runtime.plan_search import PRECISION, _at, _estimate, _figures, _priced, _Source, _traced, of_config
 from fsdp_compiled.runtime.plan_table import Plans, Price, Way, policy_text
+from fsdp_compiled.runtime.simulate import traced
 from tests.chosen import chosen
 
 transformers = pytest.importorskip("transformers")
@@ -95,13 +96,14 @@ def test_a_price_is_what_simulate_says() -> None:
     assert len(made.prices) == 2 and made.best.whole and not made.prices[1].whole
     assert len(made.resident) == 2 and min(made.resident) > 2**27 and " + " in str(made).splitlines()[-1]
     assert [*_priced(_Source(config, 256), [made.prices[1].way], made.cluster, [])] == [made.prices[1]]
-    model = of_config(config, 8, 1, 256)
-    for price in made.prices:
-        said = simulate(*model, 16, made.cluster, pasted(made, price))
-        assert "root/0" in [unit.name for unit in said.plan.units]
-        assert price.seconds == pytest.approx(said.seconds, rel=1e-9 if price.whole else 0.1)
-        assert price.peak == pytest.approx(said.memory.peak.nbytes, rel=1e-9 if price.whole else 0.1)
-    other = simulate(*model, 16, made.cluster, replace(made.best.way.policy, bucket_mb=0.0))
+    policies = [pasted(made, price) for price in made.prices]
+    with traced(*of_config(config, 8, 1, 256), {"shard": 16}, made.cluster, policies[0]) as step:  # as `simulate` does
+        said = [step.estimate(policy, 16, 1, made.cluster) for policy in policies]
+        other = step.estimate(replace(made.best.way.policy, bucket_mb=0.0), 16, 1, made.cluster)
+    for price, one in zip(made.prices, said):
+        assert "root/0" in [unit.name for unit in one.plan.units]
+        assert price.seconds == pytest.approx(one.seconds, rel=1e-9 if price.whole else 0.1)
+        assert price.peak == pytest.approx(one.memory.peak.nbytes, rel=1e-9 if price.whole else 0.1)
     assert other.seconds != pytest.approx(made.best.seconds, rel=1e-3), "the control: one unit a block, and the root"
 
 
@@ -197,7 +199,8 @@ def test_configurations_by_name_by_file_and_of_encoders(tmp_path: Path) -> None:
     assert model_of(str(file)).num_hidden_layers == model_of(str(tmp_path)).num_hidden_layers == 3
     t5 = transformers.T5Config(d_model=64, d_kv=16, d_ff=128, num_layers=2, num_heads=4, vocab_size=256)
     model_fn, loss, batch = of_config(t5, 2, 2, 32)
-    assert simulate(model_fn, loss, batch, 8, "a100", Policy()).seconds > 0
+    found = simulate(model_fn, loss, batch, 8, "a100", Policy())
+    assert found.seconds > 0 and not found.memory.unknown
     assert len(LLAMAS) > 5
 
 

@@ -212,11 +212,11 @@ def pairs() -> Callable[[str, bool], tuple[Sharded, ...]]:
     ("write", "lower", "kernels"),
     chosen(
         [
-            *((write, "eager", number % 2 == 0) for number, write in enumerate(WRITES)),
+            *((write, "eager", kernels) for write in WRITES for kernels in (False, True)),
             (in_place, "inductor", False),
             (by_another_tensor, "inductor", True),
         ],
-        [(write, "eager", number % 2 == 0) for number, write in enumerate(WRITES)],
+        [(write, "eager", True) for write in WRITES],
     ),
 )
 def test_a_shard_that_a_person_writes_is_followed(

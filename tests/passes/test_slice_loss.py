@@ -57,7 +57,8 @@ def batches(steps: int = 2, ranks: int = 2) -> list[list[tuple[Tensor, Tensor]]]
 
 def trained(model: Model, loss: Any, policy: Policy, damage: Any = None) -> simulate.Simulation:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-    return simulate.simulate(model, optimizer, loss, batches(), policy, damage=damage)
+    like = loss, model.head.bias is None, model.head.weight is model.embed.weight
+    return simulate.simulate(model, optimizer, loss, batches(), policy, damage=damage, traced_as=like)
 
 
 def furthest(one: simulate.Simulation, other: simulate.Simulation) -> float:

@@ -1,11 +1,14 @@
 """Steps of a small model where names of PyTorch's are gone, or not what they were.
 
-A line of JSON from stdin is a use and how its names are; the answer is a line: what eager PyTorch tells, and each name.
-Each in a fork of this process, which has imported nothing of the package but the table.
+A line of JSON from stdin is names and how they are; the answer is a line: what the steps tell, or where no name is
+given, those of eager PyTorch. Each in a fork of this process, which has imported nothing of the package but the table,
+and has done all of PyTorch's that a first step does.
 """
 
 from __future__ import annotations
 
+import gc
+import importlib
 import inspect
 import json
 import logging
@@ -14,16 +17,19 @@ import signal
 import sys
 import tempfile
 import warnings
+from contextlib import suppress
 from typing import Any
 
 import torch
 import torch.distributed as dist
+import tqdm
 from torch import nn
 
 from fsdp_compiled.torch_private import names
+from tests import forked_ranks
 from tests.chosen import examples
 
-SECONDS = 600  # for the steps of one name
+SECONDS = 600  # for the steps of one line
 HOW = ("gone", "other signature", "other result")
 
 
@@ -87,8 +93,8 @@ def called(name: str) -> bool:
     return inspect.isroutine(found := names.find(name)) and not inspect.isclass(found)
 
 
-def told(name: str, how: str) -> dict[str, Any]:
-    if name:
+def told(taken: list[str], how: str) -> dict[str, Any]:
+    for name in taken:
         take(name, how)
     logged: list[str] = []
 
@@ -99,24 +105,28 @@ def told(name: str, how: str) -> dict[str, Any]:
     logging.getLogger("fsdp_compiled").addHandler(Lines())
     dist.init_process_group("gloo", init_method=f"file://{tempfile.mktemp()}", rank=0, world_size=1)
     try:
-        return {"losses": losses() if name else eager(), "logged": logged}
+        return {"losses": losses() if taken else eager(), "logged": logged}
     except Exception as error:
         return {"error": type(error).__name__, "text": str(error), "logged": logged}
 
 
-def asked(use: str) -> tuple[str, ...]:
-    """The names of this use; of one that is not core the first, if not all tests are run."""
-    kind, every, _ = names.TABLE[use]
-    return every if kind == "core" else every[: examples(1, len(every))]
+def cases(uses: tuple[str, ...], how: str) -> list[tuple[str, ...]]:
+    """Names that are taken at once: all of one use, one by one, or the first of each of several. Of one use that is not
+    core it is the first, too, if not all tests are run."""
+    every = [names.TABLE[use].names for use in uses]
+    if len(every) > 1:
+        return [tuple(one[0] for one in every)]
+    most = None if names.TABLE[uses[0]].kind == "core" else examples(1, len(every[0]))
+    return [(name,) for name in every[0][:most] if how == "gone" or called(name)]
 
 
-def forked(name: str, how: str) -> str:
+def forked(taken: list[str], how: str) -> str:
     """What a fork of this process tells, or nothing, if it dies or is not done in time."""
     read, write = os.pipe()
     if (child := os.fork()) == 0:
         signal.alarm(SECONDS)
         with os.fdopen(write, "w") as out:
-            out.write(json.dumps({"name": name, "how": how, **told(name, how)}))
+            out.write(json.dumps(told(taken, how)))
         os._exit(0)
     os.close(write)
     with os.fdopen(read) as found:
@@ -125,17 +135,32 @@ def forked(name: str, how: str) -> str:
     return said
 
 
-def main() -> None:
-    warnings.simplefilter("ignore")
-    for row in names.TABLE.values():  # imports what all of them need once
+def warm_up() -> None:
+    """All that a fork can find done already: imports of PyTorch's, what it does at its first capture, and, from the
+    second fork on, bytecode of the package's, wherever Python was told to write none."""
+    forked_ranks.seldom_collect()
+    for row in names.TABLE.values():
         list(map(names.has, row.names))
     names._found.clear()
-    eagerly = forked("", "")
+    for name in (*forked_ranks.IMPORTED, "resource", "safetensors", "xxhash"):
+        if not name.startswith("fsdp_compiled"):
+            with suppress(ModuleNotFoundError):  # that this PyTorch does not have
+                importlib.import_module(name)
+    forked_ranks.no_latency()
+    if forked_ranks.forks_after_autograd():
+        tqdm.tqdm.monitor_interval = 0  # which is a thread, of Dynamo's bar
+        torch.compile(loss, backend="aot_eager", fullgraph=True)(model(), batch()).backward()
+        torch._dynamo.reset()
+    sys.dont_write_bytecode, sys.pycache_prefix = False, os.environ["TORCHINDUCTOR_CACHE_DIR"]
+    gc.collect()
+    gc.freeze()
+
+
+def main() -> None:
+    warnings.simplefilter("ignore")
+    warm_up()
     for line in sys.stdin:
-        use, how = json.loads(line)
-        cases = [name for name in asked(use) if how == "gone" or called(name)]
-        names._found.clear()
-        print(json.dumps([eagerly, *(forked(name, how) for name in cases)]), flush=True)
+        print(forked(*json.loads(line)), flush=True)
 
 
 if __name__ == "__main__":
