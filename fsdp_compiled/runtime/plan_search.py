@@ -209,6 +209,10 @@ class _Source:
         self.given, self.seq = model, seq
         self.setup = model if isinstance(model, tuple) else None
         self.depth = 0 if self.setup is not None else int(getattr(model, "num_hidden_layers", 0) or 0)
+        self._steps: dict[tuple[int, int, int], Traced] = {}
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_steps": {}}  # another process captures by itself
 
     @cached_property
     def deep(self) -> bool:
@@ -263,11 +267,20 @@ class _Source:
         first = next(one for one in self.setup[2] if isinstance(one, torch.Tensor))
         return rows * (first.shape[1] if first.dim() > 1 and not first.is_floating_point() else 1)
 
+    def step(self, depth: int, way: Way, cluster: Cluster) -> Traced:
+        """The captured step, which all ways with these rows and this tp share."""
+        key = depth, way.tp, way.rows
+        if key not in self._steps:
+            model_fn, loss, batch = self.made(depth, way.rows)
+            with traced(model_fn, loss, batch, way.mesh, cluster, way.policy) as step:
+                self._steps[key] = step
+        return self._steps[key]
+
     def whole(self, price: Price, cluster: Cluster) -> Price:
         """The same way at the model's whole depth."""
         way = price.way
-        with _traced(self, self.depth, way, cluster) as step:
-            return _price(way, [_figures(_estimate(step, way, cluster))], (self.depth,), self, True)
+        estimate = _estimate(self.step(self.depth, way, cluster), way, cluster)
+        return _price(way, [_figures(estimate)], (self.depth,), self, True)
 
 
 def _repeated(one: Any, rows: int) -> Any:
@@ -302,11 +315,6 @@ def of_config(config: Any, depth: int, rows: int, seq: int) -> Setup:
     return lambda: kind.from_config(config).float(), loss, (torch.empty(rows, seq, dtype=torch.int64, device="meta"),)
 
 
-def _traced(source: _Source, depth: int, way: Way, cluster: Cluster) -> Any:
-    model_fn, loss, batch = source.made(depth, way.rows)
-    return traced(model_fn, loss, batch, way.mesh, cluster, way.policy)
-
-
 def _estimate(step: Traced, way: Way, cluster: Cluster) -> Estimate:
     return step.estimate(way.policy, way.shard, way.replicate, cluster, way.microbatches)
 
@@ -339,15 +347,15 @@ def _at_depth(
     """By way, its figures at this depth; or why it is not possible: its program needs more than a limit of the policy,
     or its memory cannot be predicted."""
     found: list[tuple[float, ...] | str] = []
-    with _traced(source, depth, ways[0], cluster) as step:
-        for way in ways:
-            try:
-                made = _estimate(step, way, cluster)
-            except ValueError as error:
-                found.append(f"{way}: {error}")
-                continue
-            unknown = f"{way}: its memory cannot be told"
-            found.append(unknown if made.memory.unknown else _figures(made, others))
+    step = source.step(depth, ways[0], cluster)
+    for way in ways:
+        try:
+            made = _estimate(step, way, cluster)
+        except ValueError as error:
+            found.append(f"{way}: {error}")
+            continue
+        unknown = f"{way}: its memory cannot be told"
+        found.append(unknown if made.memory.unknown else _figures(made, others))
     return found
 
 

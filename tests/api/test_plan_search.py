@@ -20,7 +20,7 @@ from fsdp_compiled.cli import main
 from fsdp_compiled.cli.plan import LLAMAS, model_of
 from fsdp_compiled.plan.hardware import ERROR, GIB, JUDGED, bits, gpus
 from fsdp_compiled.runtime import plan_search
-from fsdp_compiled.runtime.plan_search import PRECISION, _at, _estimate, _figures, _priced, _Source, _traced, of_config
+from fsdp_compiled.runtime.plan_search import PRECISION, _at, _estimate, _figures, _priced, _Source, of_config
 from fsdp_compiled.runtime.plan_table import Plans, Price, Way, policy_text
 from fsdp_compiled.runtime.simulate import traced
 from tests.chosen import chosen
@@ -117,8 +117,7 @@ def test_from_four_blocks_on_memory_and_time_are_lines() -> None:
     way = Way(1, 8192, 2, 1, 2, Policy(precision=PRECISION, recompute="unit", tp="auto"))
     made = {}
     for depth in (3, *source.depths, 6):
-        with _traced(source, depth, way, cluster) as step:
-            made[depth] = _figures(_estimate(step, way, cluster))
+        made[depth] = _figures(_estimate(source.step(depth, way, cluster), way, cluster))
     few, more = source.depths
     assert _at([made[few], made[more]], (few, more), 6) == pytest.approx(made[6], rel=1e-3)
     assert _at([made[3], made[more]], (3, more), 6)[0] < 0.9 * made[6][0]
