@@ -108,7 +108,7 @@ def overflow_on_one_rank() -> str:
 
 
 def changed_on_one_rank() -> str:
-    """An option that one rank's script alone changes is an error on all, and no rank writes weights; then they go on."""
+    """An option that one rank's script alone changes is an error on all; no rank writes weights, and all go on."""
     model = Matrices()
     optimizer = muon(model)
     sharded = compile_sharded(model, optimizer, loss=loss, policy=EAGER)
