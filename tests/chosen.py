@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Collection, Iterable
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 import torch
 
+T = TypeVar("T")
 TORCH = tuple(int(part) for part in torch.__version__.split(".")[:2])
 
 
@@ -39,8 +40,9 @@ def selected(request: pytest.FixtureRequest, parameter: str, fixture: str) -> li
     return sorted(values)
 
 
-def examples(few: int, many: int) -> int:
-    """How many models hypothesis draws, or steps a training takes; `make test-all` sets the variable."""
+def examples(few: T, many: T) -> T:
+    """How many models hypothesis draws, or steps a training takes, or which cases there are; `make test-all` sets the
+    variable."""
     return many if os.environ.get("ALL_TESTS") else few
 
 

@@ -23,7 +23,7 @@ from tests.toys import EAGER, batches, build, mse, same_weights, sgd
 DYNAMIC = replace(EAGER, dynamic=True)
 
 
-@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.SGD])
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, pytest.param(torch.optim.SGD, marks=pytest.mark.exhaustive)])
 def test_one_capture_serves_every_number_of_rows_bit_for_bit(kind: type[torch.optim.Optimizer]) -> None:
     model = build()
     plain = copy.deepcopy(model)

@@ -10,7 +10,6 @@ import torch
 from torch import nn
 
 from fsdp_compiled import Policy, RankError, compile_sharded
-from tests.chosen import chosen, selected
 from tests.launch import launch
 
 WORKER = Path(__file__).parents[1] / "workers" / "failed_calls.py"
@@ -19,22 +18,24 @@ INDEX = "IndexError: index out of range in self"
 OPERATOR = 'KeyError: "the user\'s own operator"'
 # What the other rank hears, in the same call; afterwards both go on as if the call had not been.
 GOES_ON = {
-    **dict.fromkeys(("zero3", "ddp", "gradient"), INDEX),
-    **dict.fromkeys(("operator", "ddp_inductor"), OPERATOR),
+    **dict.fromkeys(("zero3", "ddp", "gradient", "microbatch", "last_microbatch"), INDEX),
+    **dict.fromkeys(("operator", "ddp_operator"), OPERATOR),
     "memory": "OutOfMemoryError: tried to allocate more",
     "not_flattened": "rank 1: refused: KeyError: 'taken apart'",
     "rate": "rank 1: refused: could not convert string to float: 'fast'",
     "shapes": "rank 1: step (int64[2], float32[2, 4])",
 }
-OTHER_PLACEMENTS = {"zero2 eager": INDEX, "zero1 eager": INDEX, "zero3 inductor": OPERATOR, "ddp operator": OPERATOR}
-MICROBATCHES = ("microbatch_shards", "microbatch_full", "last_microbatch")
+OTHER_PLACEMENTS = {
+    **dict.fromkeys(("zero2 eager", "zero1 eager", "zero3 whole gradients"), INDEX),
+    **dict.fromkeys(("zero3 inductor", "ddp operator"), OPERATOR),
+}
 FOR_GOOD = {"interrupt": "It was interrupted", "in_the_update": "The state may be half updated"}
-OTHERS = ("first_microbatch", "forward", "skipped", "joined_caught", "joined_uncaught", "told_nobody")
+OTHERS = ("joined_caught", "joined_uncaught", "told_nobody")
 
 
 @pytest.fixture(scope="module")
-def results(request: pytest.FixtureRequest) -> dict[str, Any]:
-    return launch(WORKER, 2, "all_go_on", *FOR_GOOD, *selected(request, "microbatch", "results"), *OTHERS)
+def results() -> dict[str, Any]:
+    return launch(WORKER, 2, "all_go_on", *FOR_GOOD, *OTHERS)
 
 
 def check(first: dict[str, Any], second: dict[str, Any], reason: str) -> None:
@@ -65,11 +66,6 @@ def test_so_they_do_in_other_placements() -> None:
         check(*each(results["other_placements"], case), reason)
 
 
-@pytest.mark.parametrize("microbatch", chosen(MICROBATCHES, ["microbatch_shards"]))
-def test_a_row_goes_on_without_the_microbatch_that_failed(results: dict[str, Any], microbatch: str) -> None:
-    check(*(answer["result"] for answer in results[microbatch]), INDEX)
-
-
 def test_four_ranks_of_which_three_fail_go_on_together() -> None:
     """In two replicas; of those that fail at once, some hear of another before they raise their own."""
     answers = [answer["result"] for answer in launch(WORKER, 4, "hsdp")["hsdp"]]
@@ -80,8 +76,8 @@ def test_four_ranks_of_which_three_fail_go_on_together() -> None:
 
 
 def test_a_microbatch_that_failed_is_told_at_the_end_of_its_row(results: dict[str, Any]) -> None:
-    for case in ("microbatch_shards", "first_microbatch"):
-        first, second = (answer["result"] for answer in results[case])
+    for case in ("microbatch", "first_microbatch"):
+        first, second = each(results["all_go_on"], case)
         assert (first["first"]["error"], second["first"]["error"]) == ("", "IndexError")
         for one in (first, second):
             assert one["error"] == "RankError"
@@ -89,7 +85,7 @@ def test_a_microbatch_that_failed_is_told_at_the_end_of_its_row(results: dict[st
 
 
 def test_forward_alone_is_right_on_the_rank_that_did_not_fail(results: dict[str, Any]) -> None:
-    first, second = (answer["result"] for answer in results["forward"])
+    first, second = each(results["all_go_on"], "forward")
     assert (first["error"], second["error"]) == ("", "IndexError")
     assert first["right"] == [True] and first["goes on"] and second["goes on"]
 
@@ -106,7 +102,7 @@ def test_what_cannot_be_resumed_ends_on_all_ranks(results: dict[str, Any], case:
 
 
 def test_a_batch_that_is_skipped_outside_of_calls_is_no_failure(results: dict[str, Any]) -> None:
-    assert [answer["result"] for answer in results["skipped"]] == [{"steps": 4}] * 2
+    assert each(results["all_go_on"], "skipped") == [{"steps": 4}] * 2
 
 
 def test_a_rank_that_has_run_out_goes_on_where_the_others_do(results: dict[str, Any]) -> None:

@@ -19,7 +19,8 @@ LOOPS = ("accelerated", "half", "efficient", "trained")
 @pytest.fixture(scope="module")
 def found(request: pytest.FixtureRequest) -> dict[str, Any]:
     loops = dict.fromkeys(["accelerated", *selected(request, "loop", "found")])
-    return launch(WORKER, 2, *loops, imports=("accelerate", "transformers.trainer", "transformers.models.llama"))
+    imports = ("accelerate", "transformers.trainer", "transformers.models.llama.modeling_llama")
+    return launch(WORKER, 2, *loops, imports=imports)
 
 
 @pytest.mark.parametrize("loop", chosen(LOOPS, ["accelerated", "trained"]))

@@ -15,6 +15,7 @@ from torch.utils import _pytree as pytree
 from fsdp_compiled import Policy, compile_sharded
 from fsdp_compiled.optim.rules import make_rules
 from fsdp_compiled.runtime.param_step_counts import StepCounts, of_group, parted
+from tests.chosen import chosen
 from tests.launch import launch
 from tests.simulate import stages
 from tests.two_tasks import KINDS, Heads, loss_of, optimizer_of
@@ -63,9 +64,7 @@ def test_groups_of_their_own_count_their_own_steps(kind: str) -> None:
     pair.check()
 
 
-@pytest.mark.parametrize(
-    ("kind", "order"), [("AdamW", (False, True)), ("AdamW", (True, False)), ("Rprop", (False, True))]
-)
+@pytest.mark.parametrize(("kind", "order"), [("AdamW", (False, True)), ("Rprop", (True, False))])
 def test_a_step_that_parts_a_group_is_refused_before_anything_is_changed(kind: str, order: tuple[bool, bool]) -> None:
     pair = Pair(kind)
     pair.step(order[0])
@@ -98,7 +97,7 @@ def test_what_counts_nothing_may_be_reached_now_and_then() -> None:
     pair.check()
 
 
-@pytest.mark.parametrize("row", [(True, False), (False, True), (True, True, False, False), (False, False)])
+@pytest.mark.parametrize("row", [(True, False), (True, True, False, False)])  # and the other way round
 def test_what_any_microbatch_reaches_is_updated(row: tuple[bool, ...]) -> None:
     pair = Pair("AdamW", apart=True)
     pair.step(*row)
@@ -118,7 +117,7 @@ def test_what_no_batch_reaches_is_reduced_only_where_microbatches_may_have_reach
     assert {slot.name.split(".")[0] for buffer in reduced for slot in buffer.slots} == parts
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", chosen(KINDS, ["AdamW", "dampened"]))
 def test_an_optimizer_that_comes_with_steps_of_some(kind: str) -> None:
     pair = Pair(kind, before=(False, False))
     pair.step(False)
@@ -144,8 +143,9 @@ def _by_torch(sharded: Any, other: Any, _: Path) -> None:
     other.load_full_optimizer_state_dict(sharded.full_optimizer_state_dict())
 
 
-@pytest.mark.parametrize("kind", ["AdamW", "dampened"])
-@pytest.mark.parametrize("way", [_by_save, _by_dcp, _by_torch])
+@pytest.mark.parametrize(
+    ("way", "kind"), [(_by_save, "AdamW"), (_by_dcp, "AdamW"), (_by_torch, "AdamW"), (_by_torch, "dampened")]
+)
 def test_who_made_the_steps_is_saved(way: Callable[..., None], kind: str, tmp_path: Path) -> None:
     pair, again = Pair(kind), Pair(kind)
     pair.step(False)
@@ -158,7 +158,7 @@ def test_who_made_the_steps_is_saved(way: Callable[..., None], kind: str, tmp_pa
     pair.check()
 
 
-@pytest.mark.parametrize("kind", ["AdamW", "dampened", "Adagrad"])
+@pytest.mark.parametrize("kind", ["AdamW", "dampened"])
 def test_plain_pytorch_goes_on_from_what_is_collected(kind: str) -> None:
     pair = Pair(kind)
     pair.step(False)

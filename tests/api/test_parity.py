@@ -47,7 +47,7 @@ def names(world: int, **wanted: object) -> list[str]:
 
 # Each optimizer, each placement and each option of a case is in one of these; the others are for `make test-all`.
 TWO = (
-    "adamw zero3", "sgd zero2 seeds", "adamw zero1", "sgd ddp", "adamw zero2 groups", "sgd clip", "sgd inductor",
+    "adamw zero3", "sgd zero2 seeds", "adamw zero1", "sgd ddp", "sgd clip", "sgd inductor",
 )  # fmt: skip
 
 

@@ -234,7 +234,7 @@ def test_several_ranks_take_little_of_the_default_generator_and_never_set_it_bac
 @pytest.fixture(scope="module")
 def answers() -> list[list[dict[str, Any]]]:
     """By run, then rank: the same script twice, in fresh processes."""
-    return [launch(WORKER, 2) for _ in range(2)]
+    return [launch(WORKER, 2), launch(WORKER, 2, "again")]
 
 
 def test_no_noise_is_like_another(answers: list[list[dict[str, Any]]]) -> None:

@@ -11,12 +11,12 @@ from fsdp_compiled import Policy
 from tests.launch import answers, launch, results_of
 
 WORKER = Path(__file__).parents[1] / "workers" / "tensor_parallel_models.py"
-results = results_of(WORKER, 4, timeout=400, imports=("transformers.models.llama",))
+results = results_of(WORKER, 4, timeout=400, imports=("transformers.models.llama.modeling_llama",))
 
 
 @pytest.fixture(scope="module")
 def row() -> dict[str, Any]:
-    return launch(WORKER, 2, timeout=400, imports=("transformers.models.qwen3",))
+    return launch(WORKER, 2, timeout=400, imports=("transformers.models.qwen3.modeling_qwen3",))
 
 
 def test_a_model_of_transformers_is_cut_by_the_plan_that_it_brings(row: dict[str, Any]) -> None:

@@ -224,6 +224,70 @@ def gradient(two: Pair) -> dict[str, Any]:
     return {**found, "and steps": all(map(torch.equal, held(two.sharded), held(two.control)))}
 
 
+def microbatches(two: Pair) -> dict[str, Any]:
+    """A microbatch fails on rank 1: the step at the end of the row raises on both; the next row is as on a new one."""
+    for one in (two.sharded, two.control):
+        one.accumulate(*batch(0))
+        one.step(*batch(1))
+    first = caught(lambda: two.sharded.accumulate(*(bad_words() if RANK else batch(7))))
+    two.sharded.accumulate(*batch(8))
+    before = held(two.sharded)[:2]
+    found = caught(lambda: two.sharded.step(*batch(9)))
+    same = all(map(torch.equal, before, held(two.sharded)[:2]))
+    for one in (two.sharded, two.control):
+        one.state.buffers["norm.running_mean"].zero_()
+        one.state.buffers["norm.running_var"].fill_(1)
+        one.state.buffers["norm.num_batches_tracked"].zero_()
+        one.accumulate(*batch(2))
+        one.step(*batch(3))
+    equal = all(map(torch.equal, held(two.sharded), held(two.control)))
+    return {**found, "first": first, "unchanged": same, "as if it had not been": equal}
+
+
+def last_microbatch(two: Pair) -> dict[str, Any]:
+    """The step at the end of a row fails; the sums are still there, and the step can be made again."""
+    two.both(Sharded.accumulate, 2)
+    before = held(two.sharded)
+    found = caught(lambda: two.sharded.step(*(bad_words() if RANK else batch(7))))
+    same = all(map(torch.equal, before, held(two.sharded)))
+    two.both(Sharded.step, 3)
+    equal = all(map(torch.equal, held(two.sharded), held(two.control)))
+    return {**found, "unchanged": same, "as if it had not been": equal}
+
+
+def first_microbatch(two: Pair) -> dict[str, Any]:
+    """The row begins with a failure, so that rank 1 has no sums yet."""
+    sharded = two.sharded
+    sharded.state.sums.clear()
+    first = caught(lambda: sharded.accumulate(*(bad_words() if RANK else batch(7))))
+    found = caught(lambda: sharded.step(*batch(9)))
+    sharded.step(*batch(9))
+    return {**found, "first": first}
+
+
+def skipped(two: Pair) -> dict[str, Any]:
+    """Rank 1's loader fails outside of any call, and it goes on with the next batch: ranks pair their k-th calls."""
+    before = int(two.sharded.state.step)
+    for step in range(4):
+        two.sharded.step(*batch(step + (step > 1) * RANK))
+    return {"steps": int(two.sharded.state.step) - before}
+
+
+def forward(two: Pair) -> dict[str, Any]:
+    """Rank 1 fails in forward alone; the other has its result, which is the right one."""
+    sharded = two.sharded
+    sharded.model.eval()
+    expected = sharded(*batch(7))
+    results: list[torch.Tensor] = []
+    found = caught(lambda: results.append(sharded(*(bad_words() if RANK else batch(7)))))
+    again = sharded(*batch(7))
+    return {
+        **found,
+        "right": [torch.equal(result, expected) for result in results],
+        "goes on": torch.equal(again, expected),
+    }
+
+
 def all_go_on() -> dict[str, Any]:
     """Each case in which all go on, those with the same policy on the same two models."""
     found = {}
@@ -237,91 +301,20 @@ def other_placements() -> dict[str, Any]:
     """The same in other placements."""
     cases = (("zero2", "eager", bad_words), ("zero1", "eager", bad_words), ("zero3", "inductor", bad_numbers))
     found = {f"{shard} {lower}": during(pair(shard, lower), bad) for shard, lower, bad in cases}
-    return found | {"ddp operator": during(pair("ddp"), bad_numbers)}
+    found |= {"ddp operator": during(pair("ddp"), bad_numbers)}
+    return found | {"zero3 whole gradients": microbatches(pair(accumulate="full"))}
 
 
 GOES_ON: dict[tuple[str, str], dict[str, Callable[[Pair], dict[str, Any]]]] = {
     ("zero3", "eager"): {
         "zero3": during, "operator": partial(during, bad=bad_numbers), "memory": memory, "gradient": gradient,
-        "not_flattened": not_flattened, "rate": rate, "shapes": shapes,
+        "not_flattened": not_flattened, "rate": rate, "shapes": shapes, "microbatch": microbatches,
+        "last_microbatch": last_microbatch,
+        # from here on the two are not the same
+        "first_microbatch": first_microbatch, "skipped": skipped, "forward": forward,
     },
-    ("ddp", "eager"): {"ddp": during},
-    ("ddp", "inductor"): {"ddp_inductor": partial(during, bad=bad_numbers)},
+    ("ddp", "inductor"): {"ddp": during, "ddp_operator": partial(during, bad=bad_numbers)},
 }  # fmt: skip
-
-
-def forward() -> dict[str, Any]:
-    """Rank 1 fails in forward alone; the other has its result, which is the right one."""
-    sharded = make()
-    sharded.step(*batch(0))
-    sharded.model.eval()
-    expected = sharded(*batch(7))
-    results: list[torch.Tensor] = []
-    found = caught(lambda: results.append(sharded(*(bad_words() if RANK else batch(7)))))
-    again = sharded(*batch(7))
-    return {
-        **found,
-        "right": [torch.equal(result, expected) for result in results],
-        "goes on": torch.equal(again, expected),
-    }
-
-
-def microbatches(accumulate: str) -> dict[str, Any]:
-    """A microbatch fails on rank 1: the step at the end of the row raises on both; the next row is as on a new one."""
-    sharded, control = make(accumulate=accumulate), make(accumulate=accumulate)
-    for one in (sharded, control):
-        one.accumulate(*batch(0))
-        one.step(*batch(1))
-    first = caught(lambda: sharded.accumulate(*(bad_words() if RANK else batch(7))))
-    sharded.accumulate(*batch(8))
-    before = held(sharded)[:2]
-    found = caught(lambda: sharded.step(*batch(9)))
-    same = all(map(torch.equal, before, held(sharded)[:2]))
-    for one in (sharded, control):
-        one.state.buffers["norm.running_mean"].zero_()
-        one.state.buffers["norm.running_var"].fill_(1)
-        one.state.buffers["norm.num_batches_tracked"].zero_()
-        one.accumulate(*batch(2))
-        one.step(*batch(3))
-    equal = all(map(torch.equal, held(sharded), held(control)))
-    return {**found, "first": first, "unchanged": same, "as if it had not been": equal}
-
-
-def first_microbatch() -> dict[str, Any]:
-    """The row begins with a failure, so that rank 1 has no sums yet."""
-    sharded = make()
-    sharded.step(*batch(0))
-    sharded.accumulate(*batch(0))
-    sharded.step(*batch(0))
-    sharded.state.sums.clear()
-    first = caught(lambda: sharded.accumulate(*(bad_words() if RANK else batch(7))))
-    found = caught(lambda: sharded.step(*batch(9)))
-    sharded.step(*batch(9))
-    return {**found, "first": first}
-
-
-def last_microbatch() -> dict[str, Any]:
-    """The step at the end of a row fails; the sums are still there, and the step can be made again."""
-    sharded, control = make(), make()
-    for one in (sharded, control):
-        one.accumulate(*batch(0))
-        one.step(*batch(1))
-        one.accumulate(*batch(2))
-    before = held(sharded)
-    found = caught(lambda: sharded.step(*(bad_words() if RANK else batch(7))))
-    same = all(map(torch.equal, before, held(sharded)))
-    for one in (sharded, control):
-        one.step(*batch(3))
-    equal = all(map(torch.equal, held(sharded), held(control)))
-    return {**found, "unchanged": same, "as if it had not been": equal}
-
-
-def skipped() -> dict[str, Any]:
-    """Rank 1's loader fails outside of any call, and it goes on with the next batch: ranks pair their k-th calls."""
-    sharded = make()
-    for step in range(4):
-        sharded.step(*batch(step + (step > 1) * RANK))
-    return {"steps": int(sharded.state.step)}
 
 
 def joined(catches: tuple[bool, bool]) -> dict[str, Any]:
@@ -357,8 +350,6 @@ def told_nobody() -> dict[str, Any]:
     return found
 
 
-for one in ("shards", "full"):
-    globals()[f"microbatch_{one}"] = partial(microbatches, one)
 for one, catches in (("joined_caught", (False, True)), ("joined_uncaught", (False, False))):
     globals()[one] = partial(joined, catches)
 

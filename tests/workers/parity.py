@@ -58,9 +58,10 @@ CASES: dict[int, dict[str, Case]] = {
         "dropout": Case("unseeded", "adamw", against="plain", dropout=0.2),
     },
     2: {
-        "adamw zero3": Case("batch", "adamw", layers=3, steps=STEPS),  # trained blocks on both sides of the frozen one
+        # trained blocks on both sides of the frozen one
+        "adamw zero3": Case("undivided", "adamw", groups=True, schedule=True, layers=3, steps=STEPS),
         "sgd zero3 schedule": Case("unscheduled", schedule=True),
-        "adamw zero2 groups": Case("undivided", "adamw", "zero2", groups=True, schedule=True),
+        "adamw zero2": Case("batch", "adamw", "zero2"),
         "sgd zero2 seeds": Case("unseeded", shard="zero2", seeds=True, steps=STEPS),
         "adamw zero1": Case("rate", "adamw", "zero1", "ddp"),
         "sgd zero1": Case("sum", shard="zero1", against="ddp"),

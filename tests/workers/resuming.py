@@ -23,7 +23,7 @@ from tests.killable_ranks import Forked
 from tests.kills import JOB, Trial, before, run, warm
 
 # At moments in them that are drawn from a seed; all that there are in `make test-all`, and by tests/kills.py.
-KILLS = ["loading", "step", "writer", "renamed"] if os.environ.get("ALL_TESTS") else ["step", "renamed"]
+KILLS = ["loading", "step", "writer", "renamed"] if os.environ.get("ALL_TESTS") else ["renamed"]
 ROOT = Path(tempfile.mkdtemp(prefix="resuming-"))
 TEXT = ROOT / "text.txt"
 

@@ -109,10 +109,8 @@ def saved() -> dict[str, Any]:
     return {"full": full, "same": same, "apart": apart}
 
 
-def written_alone(shard: str) -> dict[str, Any]:
+def written_alone(sharded: Any, model: nn.Sequential) -> dict[str, Any]:
     """Rank 1 writes to a parameter by itself; then rank 0 does so too."""
-    model, optimizer = build()
-    sharded = compile_sharded(model, optimizer, loss=squares, policy=Policy(lower="eager", shard=shard))
     sharded.step(X)
     weight = model[0].weight
 
@@ -130,10 +128,8 @@ def written_alone(shard: str) -> dict[str, Any]:
     return {"errors": errors, "same": same, "finite": bool(sharded.step(X).isfinite())}
 
 
-def loaded(shard: str) -> bool:
+def loaded(sharded: Any, model: nn.Sequential, shard: str) -> bool:
     """What is loaded past the calls is no write of one rank alone."""
-    model, optimizer = build()
-    sharded = compile_sharded(model, optimizer, loss=squares, policy=Policy(lower="eager", shard=shard))
     first = sharded.step(X)
     folder = f"{sys.argv[1]}.{shard}"
     dcp.save({"model": model.state_dict(), "all": sharded.state_dict()}, checkpoint_id=folder)
@@ -194,10 +190,8 @@ def alike(model: nn.Module, plain: nn.Module) -> bool:
     return all(torch.allclose(one.full_tensor(), other, atol=1e-6) for one, other in pairs)  # type: ignore[operator]
 
 
-def gathered(shard: str) -> dict[str, Any]:
+def gathered(sharded: Any, model: nn.Sequential, shard: str) -> dict[str, Any]:
     """Evaluation that gathers once: ranks make other numbers of calls, and what is left is trained on."""
-    model, optimizer = build()
-    sharded = compile_sharded(model, optimizer, loss=squares, policy=Policy(lower="eager", shard=shard))
     sharded.step(X)
     expected = sharded(X)
     held = model[0].weight
@@ -270,8 +264,11 @@ def main(*ways: str) -> dict[str, list[Any]]:
         result[way] = compared(mesh=mesh, **LIVE.get(way, {}))
     result["ranks"] = of_each_rank()
     for shard in ("zero3", "ddp"):
-        result[f"{shard} alone"], result[f"{shard} loaded"] = written_alone(shard), loaded(shard)
-        result[f"{shard} gathered"] = gathered(shard)
+        model, optimizer = build()
+        sharded = compile_sharded(model, optimizer, loss=squares, policy=Policy(lower="eager", shard=shard))
+        result[f"{shard} gathered"] = gathered(sharded, model, shard)
+        result[f"{shard} loaded"] = loaded(sharded, model, shard)
+        result[f"{shard} alone"] = written_alone(sharded, model)
     result["own optimizer"], result["tp"] = with_an_optimizer_of_ones_own(), under_tp()
     every = of_all(result)
     return {case: [one[case] for one in every] for case in result}

@@ -5,6 +5,7 @@ torchrun --nproc-per-node 4 uneven_parts.py RESULT [CASE ...]
 
 from __future__ import annotations
 
+import functools
 import sys
 import warnings
 from collections.abc import Callable
@@ -92,6 +93,16 @@ def made(mesh: DeviceMesh, make: Callable[[nn.Module], Any] = adamw, seed: int =
     return compile_sharded(model, make(model), loss=loss_fn, mesh=mesh, policy=replace(EAGER, **options))
 
 
+@functools.cache
+def by_patterns() -> tuple[Sharded, Any]:
+    """A whole model that is cut by patterns over two, AdamW; and what its training came to."""
+    square, model = two_by_two(), build()
+    styles = {"tokens": "embedding_rowwise", "head": "colwise_gather_output", "up": "colwise", "down": "rowwise"}
+    styles |= {"few": "colwise", "back": "rowwise"}
+    sharded = compile_sharded(model, adamw(model), loss=loss_fn, mesh=square, policy=replace(EAGER, tp=styles))
+    return sharded, ours(sharded, square["shard"].get_local_rank())
+
+
 def plain(mesh: DeviceMesh, make: Callable[[nn.Module], Any]) -> Any:
     """PyTorch alone with the same plan, on the batches of one row."""
     model = cut(build(), mesh["tp"])
@@ -128,7 +139,7 @@ def values() -> Any:
     reference = build()
     found["plain"] = compare((of_four[0], [], of_four[2]), plain(four, adamw))
     found["eager"] = compare(of_four, unsharded(reference, adamw(reference), 1))
-    mine = ours(made(square), row)
+    mine = by_patterns()[1]
     found["fsdp2"] = compare((mine[0], [], mine[2]), fsdp2(square, row))
     sharded = made(square, sgd, clip=0.3, classes=True, shard="zero1")
     reference = build()
@@ -162,11 +173,7 @@ def filled() -> Any:
     found: dict[str, Any] = {
         "meta": list(parts) == list(wholes) and all(map(torch.equal, parts.values(), wholes.values()))
     }
-    model, row = build(), square["shard"].get_local_rank()
-    styles = {"tokens": "embedding_rowwise", "head": "colwise_gather_output", "up": "colwise", "down": "rowwise"}
-    styles |= {"few": "colwise", "back": "rowwise"}
-    sharded = compile_sharded(model, adamw(model), loss=loss_fn, mesh=square, policy=replace(EAGER, tp=styles))
-    mine = ours(sharded, row)
+    row, mine = square["shard"].get_local_rank(), by_patterns()[1]
     reference = build()
     found["patterns"] = compare(mine, unsharded(reference, adamw(reference), 2))
     other = made(square, seed=1)
@@ -187,10 +194,7 @@ def checkpoints() -> Any:
     square, four = two_by_two(), one_by_four()
     alone = init_device_mesh("cpu", (4,), mesh_dim_names=("shard",))
     meshes = {"2 x 2": square, "1 x 4": four, "4 x 1": alone}
-    sharded = made(square)
-    row = square["shard"].get_local_rank()
-    for step in range(2):
-        sharded.step(*batch(step, row))
+    sharded = by_patterns()[0]
     sharded.save(folder / "2 x 2", wait=True)
     dcp.save({"app": sharded}, checkpoint_id=folder / "dcp")
     sharded.export(folder / "export")

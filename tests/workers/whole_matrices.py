@@ -26,6 +26,8 @@ from tests.matrices import Matrices, batches, loss
 
 RANK, WORLD = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 ROWS = 12 // WORLD
+ALL = bool(os.environ.get("ALL_TESTS"))
+SHARDS = ("zero3", "zero2", "ddp", *["zero1"] * ALL)  # which the other worker has, with two optimizers
 EAGER = Policy(lower="eager")
 OWNS = "RankError: The update of what rank 1 along the shard axis owns"
 
@@ -217,7 +219,7 @@ def fails(kind: type[optim.Muon], failing: str, others: str, change: Callable[[A
 def main(folder: str) -> dict[str, str]:
     found: dict[str, str] = {
         shard: differs(Policy(lower="eager", shard=shard), before=2 if shard == "zero2" else 0)  # type: ignore[arg-type]
-        for shard in ("zero3", "zero2", "zero1", "ddp")[: 1 if WORLD == 3 else 4]
+        for shard in SHARDS[: 1 if WORLD == 3 else 4]
     }
     if WORLD == 2:
         found["microbatches"] = differs(Policy(lower="eager"), halves=True)
@@ -226,8 +228,8 @@ def main(folder: str) -> dict[str, str]:
         mesh = init_device_mesh("cpu", (2, WORLD // 2), mesh_dim_names=("replicate", "shard"))
         found["replicas"] = differs(Policy(lower="eager"), mesh)
     # SOAP makes 0.06 of a last bit, in eager PyTorch too: only where sums are the same can it be compared.
-    more = ("Shampoo", "AdaFactor", "LARS") if os.environ.get("ALL_TESTS") else ()
-    for name in ("Lamb", *more, *["SOAP"] * (WORLD == 2)):
+    more = ("Lamb", "Shampoo", "AdaFactor", "LARS") if ALL else ()
+    for name in (*more, *["SOAP"] * (WORLD == 2)):
         found[name] = of_a_package(name, mesh if WORLD == 4 else None)
     found["a checkpoint"] = saved(Path(folder))
     if WORLD == 2:
