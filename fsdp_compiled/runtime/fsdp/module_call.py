@@ -139,18 +139,18 @@ class ModuleCall:
                 self._check_carried(compiled, trains)
             verifies = made.plan.policy.verify and (trains or compiled.wire != SILENT or self._mesh.world == 1)
             verified = self._verified(compiled, request, args, named) if verifies else None
-            results: Sequence[Port] = ()
+            ports: Sequence[Port] = compiled.outputs
             if trains:
                 run = Run(made, compiled, self._calls, inputs, verified)
-                outputs, results = run.apply(), run.training.results
+                outputs, ports = run.apply(), run.training.results
             else:
                 with made.drawing(compiled):
                     outputs = run_program(partial(compiled.runner, *inputs), self._calls)
-            found = shared(dict(zip(results or compiled.outputs, outputs, strict=True)), inputs, compiled.aliases)
+            found = shared(dict(zip(ports, outputs, strict=True)), inputs, compiled.aliases)
             result, changes = compiled.capture.rebuild(found)
             if verified is not None:
                 with self._calls.together(f"{verified.label}, compared"):
-                    verified.compare(result, found, results)
+                    verified.compare(result, found, ports)
             if changes:
                 leave(contents(args, named), changes)
             return result
