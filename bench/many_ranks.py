@@ -218,7 +218,31 @@ def describe(result: Mapping[str, Any]) -> str:
             f"| {row[PROCESSOR]:.1f} |"
         )
     said = f"A rank makes {calls:g} calls a second; the call that lasts lasts {waits:g} s. Of each rank's numbers,"
-    return "\n".join([f"{said} the median.", "", *lines])
+    return "\n".join([f"{said} the median.", "", *lines, "", *at_scale(result["a rank's"]["now"])])
+
+
+def at_scale(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """What the store's one thread would have to do for more ranks than were simulated: what a message takes it, times
+    how many there are. Ranks post, and look while they wait, less often the more there are (`Board.interval`)."""
+    from fsdp_compiled.distributed.call_store import Board
+    from fsdp_compiled.distributed.watchdog import BEAT
+
+    parts, last = ("steps", "meeting", "odd", "waiting"), max(rows, key=lambda row: row["ranks"])
+    sent = {part: last[part]["messages"]["median"] for part in parts}
+    each = last[PROCESSOR] / last["ranks"] / sum(sent.values())
+    look = sent["waiting"] / last["waiting"]["seconds"]  # messages of one look, at one a second
+    lines = [
+        f"A message takes the store {1e6 * each:.0f} us of processor time. By that, of its one thread:",
+        "",
+        "| ranks | posts, at most | ranks in a call that lasts | a meeting | one rank odd |",
+        "|--:|--:|--:|--:|--:|",
+    ]
+    for world in (1024, 4096, 16384, 65536):
+        posted = max(min(100 * world, Board.RATE), world / BEAT) * each
+        looked = world * look * each / max(1.0, 4 * world / Board.RATE)
+        times = (f"{world * sent[part] * each:.1f} s" for part in ("meeting", "odd"))
+        lines.append(f"| {world:,} | {posted:.0%} | {looked:.0%} | {' | '.join(times)} |")
+    return [*lines, "", "What hurts first is a meeting, and an error that all ranks are told; steps do not."]
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
