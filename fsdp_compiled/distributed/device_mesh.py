@@ -18,7 +18,6 @@ earlier attempt, it sees that from nobody getting ready for the answer.
 from __future__ import annotations
 
 import atexit
-import hashlib
 import json
 import os
 import time
@@ -33,7 +32,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from fsdp_compiled.distributed.mesh import Mesh, largest
+from fsdp_compiled.distributed.mesh import Mesh, agree
 from fsdp_compiled.distributed.process_group import NCCL, close, default_device, set_nccl
 
 # What the axes of a ``DeviceMesh`` are called here: by our names, and by torchtitan's.
@@ -136,49 +135,40 @@ def _check_is_mesh(mesh: DeviceMesh) -> None:
 
 
 def _check_order(mesh: DeviceMesh) -> None:
-    """Raises ``ValueError`` on every rank where one was given another mesh, or one whose ranks along an axis are not in
-    the order of their process group.
+    """Raises on every rank where one was given another mesh, or one whose ranks along an axis are not in the order of
+    their process group.
 
-    A collective deals data out in the order of the group, and ``DTensor`` in that of the mesh. The first time in a
-    world for a mesh, ranks compare theirs: a reduction of three numbers. A rank whose later mesh is in disorder raises
-    alone, since the others may have seen theirs before.
+    A collective deals data out in the order of the group, and ``DTensor`` in that of the mesh. Ranks compare a mesh the
+    first time that a world uses it. A rank whose later mesh is in disorder raises alone: others may know theirs.
     """
     group = dist.group.WORLD
     seen = [one for one, world in _checked.items() if world() is group]
     if mesh in seen:
         return
-    disorder = _disorder(mesh)
-    if dist.get_backend() != "fake" and not (disorder and seen):
-        parts = mesh.size() < dist.get_world_size()  # beside an axis along which ranks have others
-        own = f"{list(mesh.shape) if parts else mesh.mesh.tolist()} along {mesh.mesh_dim_names or mesh.ndim}"
-        number = int.from_bytes(hashlib.sha256(own.encode()).digest()[:7])
-        high, low, odd = largest([number, -number, int(bool(disorder))])
-        if high != -low or odd:
-            said: list[tuple[str, str]] = [("", "")] * dist.get_world_size()
-            dist.all_gather_object(said, (own, disorder))
-            disorder = disorder or next(filter(None, (one for _, one in said)), "")
-            if other := next((rank for rank, (one, _) in enumerate(said) if one != said[0][0]), 0):
-                raise ValueError(
-                    f"Ranks were given different meshes: rank 0 has {said[0][0]}, and rank {other} has "
-                    f"{said[other][0]}. Give every rank the same mesh, as init_device_mesh makes it."
-                )
-    if disorder:
-        raise ValueError(f"mesh has {disorder}. Give ranks in ascending order, as init_device_mesh does.")
+    failure, world = _disorder(mesh), dist.get_world_size()
+    if failure is not None and (seen or dist.get_backend() == "fake"):
+        raise failure
+    if dist.get_backend() != "fake":
+        ranks = mesh.mesh.tolist() if mesh.size() == world else list(mesh.shape)  # of one axis, ranks have others
+        text = f"{ranks} along {mesh.mesh_dim_names or mesh.ndim}"
+        agree(Mesh(torch.device("cpu"), world, rank=dist.get_rank()), "The DeviceMesh", text, failure)
     _checked[mesh] = weakref.ref(group)
 
 
 _checked: weakref.WeakKeyDictionary[DeviceMesh, Callable[[], Any]] = weakref.WeakKeyDictionary()
 
 
-def _disorder(mesh: DeviceMesh) -> str:
-    """The first axis whose ranks here are not in the order of their process group, for a message."""
+def _disorder(mesh: DeviceMesh) -> ValueError | None:
     place = mesh.get_coordinate()
     for dim in range(mesh.ndim):
         there = dist.get_process_group_ranks(mesh.get_group(dim))
         here = mesh.mesh[tuple(slice(None) if other == dim else place[other] for other in range(mesh.ndim))].tolist()  # type: ignore[index]
         if here != there:
-            return f"the ranks {here} along its axis {dim}, whose process group has them in the order {there}"
-    return ""
+            return ValueError(
+                f"mesh has the ranks {here} along its axis {dim}, whose process group has them in the order {there}. "
+                "Give ranks in ascending order, as init_device_mesh does."
+            )
+    return None
 
 
 def device_mesh_of_all() -> DeviceMesh:

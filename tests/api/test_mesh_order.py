@@ -49,5 +49,9 @@ def test_ascending_orders_are_not(four_ranks: None, ranks: list[int] | list[list
 
 
 def test_meshes_that_differ_between_ranks_are_an_error_on_both() -> None:
-    for one in launch(WORKER, 2, "different_meshes")["different_meshes"]:
-        assert one["result"].count("ValueError: Ranks were given different meshes: rank 0 has [0, 1]") == 2, one
+    """In disorder on one; in order on both; and in order again."""
+    first, second = (one["result"] for one in launch(WORKER, 2, "different_meshes")["different_meshes"])
+    assert first.count("RankError: rank 1 failed, so no rank goes on. It said:") == 2, first
+    assert second.count("ValueError: mesh has the ranks [1, 0] along its axis 0") == 2, second
+    for one in (first, second):
+        assert one.count("RankError: The DeviceMesh differs between rank 0 and rank 1.") == 1, one

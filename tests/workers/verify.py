@@ -222,7 +222,8 @@ def different_meshes() -> Any:
     """Each face on a mesh that is another one on the other rank, then on one that is not."""
     mesh = DeviceMesh("cpu", [1, 0] if RANK else [0, 1])
     own = [told(lambda: fully_shard(nn.Linear(4, 4), mesh=mesh)), told(lambda: shard(mesh))]
-    return [*own, float(shard(DeviceMesh("cpu", [0, 1])).step(*batch()))]
+    other = init_device_mesh("cpu", (1, 2) if RANK else (2, 1), mesh_dim_names=("replicate", "shard"))
+    return [*own, told(lambda: shard(other)), float(shard(DeviceMesh("cpu", [0, 1])).step(*batch()))]
 
 
 def another_order() -> Any:
