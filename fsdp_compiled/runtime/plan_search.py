@@ -19,7 +19,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor, ProcessPoolExecutor
-from contextlib import nullcontext, suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import replace
 from functools import cached_property, partial
 from itertools import product
@@ -267,20 +267,23 @@ class _Source:
         first = next(one for one in self.setup[2] if isinstance(one, torch.Tensor))
         return rows * (first.shape[1] if first.dim() > 1 and not first.is_floating_point() else 1)
 
+    def captured(self, depth: int, way: Way, cluster: Cluster) -> AbstractContextManager[Traced]:
+        model_fn, loss, batch = self.made(depth, way.rows)
+        return traced(model_fn, loss, batch, way.mesh, cluster, way.policy)
+
     def step(self, depth: int, way: Way, cluster: Cluster) -> Traced:
-        """The captured step, which all ways with these rows and this tp share."""
+        """The captured step, kept for all ways with these rows and this tp."""
         key = depth, way.tp, way.rows
         if key not in self._steps:
-            model_fn, loss, batch = self.made(depth, way.rows)
-            with traced(model_fn, loss, batch, way.mesh, cluster, way.policy) as step:
+            with self.captured(depth, way, cluster) as step:
                 self._steps[key] = step
         return self._steps[key]
 
     def whole(self, price: Price, cluster: Cluster) -> Price:
         """The same way at the model's whole depth."""
         way = price.way
-        estimate = _estimate(self.step(self.depth, way, cluster), way, cluster)
-        return _price(way, [_figures(estimate)], (self.depth,), self, True)
+        with self.captured(self.depth, way, cluster) as step:
+            return _price(way, [_figures(_estimate(step, way, cluster))], (self.depth,), self, True)
 
 
 def _repeated(one: Any, rows: int) -> Any:
