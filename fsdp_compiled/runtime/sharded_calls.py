@@ -154,11 +154,12 @@ class ShardedCalls:
         self._calls.check_open()
         if bundle.COMPILES_ONLY:
             bundle.end_if_compiled(self._mesh)
+        request = self._find(kind, state, batch, named)
         try:
             try:
-                return self._execute(self._find(kind, state, batch, named), state)
+                return self._execute(request, state)
             except ProgramDiffers as error:
-                if self._verification is None or not self._verification.goes_on(error):
+                if self._verification is None or not self._verification.programs.goes_on(error):
                     raise
             return self._execute(self._find(kind, state, batch, named), state, again=True)
         except RankError as error:

@@ -136,7 +136,7 @@ class Verification:
         self._taken, self._loss, self._optimizer = taken, loss, optimizer
         self._local = plan.policy.sync_every is not None
         self._plan, self._mesh, self._numbers = plan, mesh.site if self._local else mesh, numbers
-        self._programs = VerifiedPrograms(plan, self._mesh)
+        self.programs = VerifiedPrograms(plan, self._mesh)
         self._counts: dict[int, int] = {}  # of good calls, by program's number
         self._summed: Microbatches | None = None  # since the last step, where they are verified
         self._steps = 0
@@ -148,9 +148,9 @@ class Verification:
             return False
         if self._local and kind in ("forward", "gradient"):
             return False
-        if self._programs.draws_otherwise(compiled):
+        if self.programs.draws_otherwise(compiled):
             return False
-        steps = self._programs.due(self._steps)
+        steps = self.programs.due(self._steps)
         if kind in ("accumulate", "last"):
             if self._summed is None and not steps:
                 return False
@@ -158,7 +158,7 @@ class Verification:
             if not summed:
                 self._summed = Microbatches() if steps else None
             return self._summed is not None and self._summed.weight == summed
-        return steps or not count if self._local else self._programs.due(count)
+        return steps or not count if self._local else self.programs.due(count)
 
     def _meets(self) -> bool:
         """Whether an evaluation is a call of all ranks: else each may make its own."""
@@ -167,10 +167,6 @@ class Verification:
     def label(self, compiled: Compiled) -> str:
         """What ranks call the eager run. Sites may run different programs."""
         return "verification of a local step" if self._local else f"verification of {compiled.label}"
-
-    def goes_on(self, error: ProgramDiffers) -> bool:
-        """Whether the call is traced anew and run again after this."""
-        return self._programs.goes_on(error)
 
     def returned(self, compiled: Compiled) -> None:
         """Counts a good call."""
@@ -186,14 +182,14 @@ class Verification:
         ``rows``: how many this rank's batch has; ``values``: those of the optimizer's scheduled numbers.
         """
         begun = time.perf_counter()
-        changed = self._programs.changed(compiled, self._taken.model)
+        changed = self.programs.changed(compiled, self._taken.model)
         wait_for_host_memory(self._plan)
         own, failure, result = 0.0, None, None
         run = EagerRun(self._plan, self._mesh, state.parameters, _place_of)
         closed = compiled.capture.guards.closed.tensors.values()
         scale = float(state.scale["factor"]) if state.scale else 1.0
         evaluates = compiled.kind == "forward"
-        compares = self._programs.gradients and not evaluates
+        compares = self.programs.gradients and not evaluates
         loss_of = None if evaluates else self._loss
         try:
             with (
@@ -287,14 +283,14 @@ class Verification:
             said += traced_otherwise(compiled, again)
         try:
             put_back = "The state was put back to what it was before the step. "
-            self._programs.agree(said, expected.changed, compiled.label, put_back)
+            self.programs.agree(said, expected.changed, compiled.label, put_back)
         except ProgramDiffers:
             self._put_back(expected.before, state)
             raise
         if compiled.kind in ("accumulate", "last"):  # an evaluation between them leaves them
             self._summed = expected.summed if compiled.kind == "accumulate" else None
         loss = "" if compiled.kind == "forward" else f", loss {expected.mean:.6g}"
-        self._programs.alike(compiled, expected.took + time.perf_counter() - waited, loss)
+        self.programs.alike(compiled, expected.took + time.perf_counter() - waited, loss)
 
     @torch.no_grad()
     def _put_back(self, before: State, state: State) -> None:
@@ -359,7 +355,7 @@ class Verification:
                     torch.minimum(low, value, out=low)
                     torch.maximum(high, value, out=high)
         except Exception as error:
-            self._programs.tell(f"the update of {type(self._optimizer).__name__} is not compared: {error}")
+            self.programs.tell(f"the update of {type(self._optimizer).__name__} is not compared: {error}")
             return None
         for (key, name), (low, high) in between.items():
             before, after = (
