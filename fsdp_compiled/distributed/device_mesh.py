@@ -141,34 +141,37 @@ def _check_order(mesh: DeviceMesh) -> None:
     A collective deals data out in the order of the group, and ``DTensor`` in that of the mesh. Ranks compare a mesh the
     first time that a world uses it. A rank whose later mesh is in disorder raises alone: others may know theirs.
     """
-    group = dist.group.WORLD
-    seen = [one for one, world in _checked.items() if world() is group]
-    if mesh in seen:
-        return
-    failure, world = _disorder(mesh), dist.get_world_size()
-    if failure is not None and (seen or dist.get_backend() == "fake"):
-        raise failure
-    if dist.get_backend() != "fake":
-        ranks = mesh.mesh.tolist() if mesh.size() == world else list(mesh.shape)  # of one axis, ranks have others
-        text = f"{ranks} along {mesh.mesh_dim_names or mesh.ndim}"
+    group, world = dist.group.WORLD, dist.get_world_size()
+    if _compared[0]() is not group:
+        _compared[:] = [weakref.ref(group), set()]
+    seen, failure = _compared[1], None
+    try:
+        _check_ascending(mesh)
+    except ValueError as error:
+        if seen or dist.get_backend() == "fake":
+            raise
+        failure = error
+    # By value, not by object, which the garbage collector takes earlier on one rank than on another.
+    own = f"{mesh.mesh.tolist()} along {mesh.mesh_dim_names or mesh.ndim}"
+    if own not in seen and dist.get_backend() != "fake":
+        text = own if mesh.size() == world else f"{list(mesh.shape)}"  # beside another axis ranks have others
         agree(Mesh(torch.device("cpu"), world, rank=dist.get_rank()), "The DeviceMesh", text, failure)
-    _checked[mesh] = weakref.ref(group)
+        seen.add(own)
 
 
-_checked: weakref.WeakKeyDictionary[DeviceMesh, Callable[[], Any]] = weakref.WeakKeyDictionary()
+_compared: list[Any] = [lambda: None, set()]  # the world, and the meshes that its ranks have compared
 
 
-def _disorder(mesh: DeviceMesh) -> ValueError | None:
+def _check_ascending(mesh: DeviceMesh) -> None:
     place = mesh.get_coordinate()
     for dim in range(mesh.ndim):
         there = dist.get_process_group_ranks(mesh.get_group(dim))
         here = mesh.mesh[tuple(slice(None) if other == dim else place[other] for other in range(mesh.ndim))].tolist()  # type: ignore[index]
         if here != there:
-            return ValueError(
+            raise ValueError(
                 f"mesh has the ranks {here} along its axis {dim}, whose process group has them in the order {there}. "
                 "Give ranks in ascending order, as init_device_mesh does."
             )
-    return None
 
 
 def device_mesh_of_all() -> DeviceMesh:
