@@ -99,12 +99,12 @@ def _place(mesh: DeviceMesh) -> Mesh:
 
 def _mesh(mesh: DeviceMesh, axes: Mapping[str, int], tp: DeviceMesh | None) -> Mesh:
     """This rank's place. ``axes``: the dimension of the mesh for each of our axes but tp."""
-    _check_order(mesh)
     set_nccl()
     device = torch.device(mesh.device_type)
     if device.type == "cuda":
         device = default_device()
         torch.cuda.set_device(device)
+    _check_order(mesh)  # the first message, so after what NCCL reads before it
     sizes = {axis: mesh.size(dim) for axis, dim in axes.items()}
     place = mesh.get_coordinate()
     assert place is not None
