@@ -393,7 +393,7 @@ def test_a_contest_leaves_everything_in_the_folder_it_names_last(tmp_path: Path)
     assert counted["eager"] == 0
     assert counted["fsdp2"] == 5 + 3, "three units: gathers, without the root's second, and reductions"
     assert 3 <= counted["ours-eager"] <= 5 + 3 + 1, "as few units, merged or not, and the mean loss"
-    assert all(sent > 0 and waited > 0 for sent, waited in facts["fsdp2"]["wire"])
+    assert all(sent > 0 and waited >= 0 for sent, waited in facts["fsdp2"]["wire"])  # a busy host may wait for nothing
     assert facts["eager"]["wire"] == [[0, 0], [0, 0]]
     assert facts["fsdp2"]["held_bytes"] < 0.7 * facts["eager"]["held_bytes"]
     assert (out / "table.md").read_text().startswith("| rival | CPU ms | × fsdp2 |")
