@@ -30,7 +30,17 @@ from torch.utils import _pytree as pytree
 
 from fsdp_compiled.ir.inference import Inference
 from fsdp_compiled.ir.node_copies import copied, names_of, new_calls, new_node, row_of
-from fsdp_compiled.ir.nodes import ASSERT, Mark, Phase, fake_mode, fake_tensor, is_random, mutated, positions
+from fsdp_compiled.ir.nodes import (
+    ASSERT,
+    Mark,
+    Phase,
+    fake_mode,
+    fake_tensor,
+    is_random,
+    mutated,
+    name_device,
+    positions,
+)
 from fsdp_compiled.ir.program import Port, Program
 
 
@@ -340,5 +350,5 @@ def moved(program: Program, device: torch.device) -> Program:
     for node in edit.graph.nodes:
         if "val" in node.meta:
             node.meta["val"] = pytree.tree_map_only(torch.Tensor, there, node.meta["val"])
-        node.args, node.kwargs = pytree.tree_map_only(torch.device, lambda _: device, (node.args, node.kwargs))
+    name_device(edit.graph, device)
     return replace(edit.done("moved"), history=program.history)

@@ -322,6 +322,12 @@ def fake_tensor(
         return torch.empty_strided(shape, stride, dtype=dtype, device=device)
 
 
+def name_device(graph: fx.Graph, device: torch.device) -> None:
+    """Puts this device in the place of every one that the nodes' arguments name."""
+    for node in graph.nodes:
+        node.args, node.kwargs = pytree.tree_map_only(torch.device, lambda _: device, (node.args, node.kwargs))
+
+
 def positions(graph: fx.Graph) -> dict[fx.Node, int]:
     """Each node's place in the order of execution."""
     return {node: index for index, node in enumerate(graph.nodes)}

@@ -33,9 +33,8 @@ from torch import fx
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
-from torch.utils import _pytree as pytree
 
-from fsdp_compiled.ir.nodes import mutated
+from fsdp_compiled.ir.nodes import mutated, name_device
 from fsdp_compiled.kernels.aten_operators import operators
 from fsdp_compiled.optim.element_wise import check_elementwise
 from fsdp_compiled.optim.hyperparameters import hyper_of, with_hyper
@@ -197,8 +196,8 @@ def trace(subject: Subject, dtype: torch.dtype, device: torch.device) -> fx.Grap
     for node, one in zip(graph.find_nodes(op="placeholder"), inputs, strict=True):
         node.target = str(one)
         node._rename(str(one))
-    for node in graph.nodes if traced_on != device else ():
-        node.args, node.kwargs = pytree.tree_map_only(torch.device, lambda _: device, (node.args, node.kwargs))
+    if traced_on != device:
+        name_device(graph, device)
     _resolve_aliases(graph)
     _read_gradient_from_a_copy(graph)
     graph.eliminate_dead_code(is_impure_node=lambda node: node.op in ("placeholder", "output") or bool(mutated(node)))

@@ -35,6 +35,7 @@ from fsdp_compiled.kernels.reference import LARGEST
 from fsdp_compiled.plan.make_plan import SCALED
 from fsdp_compiled.plan.plan import Plan
 from fsdp_compiled.runtime.programs.compile import Compiled
+from fsdp_compiled.runtime.programs.program_cache import Programs
 from fsdp_compiled.torch_private.names import there
 
 # Two computations of one number: relative to it, and in absolute terms.
@@ -60,10 +61,10 @@ class ProgramDiffers(RankError):
 
 
 class VerifiedPrograms:
-    """The programs of one plan, by their numbers."""
+    """The programs of one model, by their numbers."""
 
-    def __init__(self, plan: Plan, mesh: Mesh) -> None:
-        self._plan, self._mesh = plan, mesh
+    def __init__(self, programs: Programs, mesh: Mesh) -> None:
+        self._programs, self._plan, self._mesh = programs, programs.plan, mesh
         self._traced: dict[int, dict[str, Any]] = {}  # modules' plain attributes at the program's first call
         self._told: set[str] = set()
 
@@ -96,10 +97,18 @@ class VerifiedPrograms:
                  for name, was, value in _differing(self._traced.setdefault(compiled.number, now), now)]  # fmt: skip
         return f" (since the first such call, {'; '.join(found[:3])})" if found else ""
 
-    def agree(self, said: str | None, changed: str, label: str, before: str = "") -> None:
-        """Raises `ProgramDiffers` on every rank if one of them has said that something differs. Collective."""
+    def agree(
+        self, said: str | None, changed: str, compiled: Compiled, again: Callable[[], Capture], where: str = "",
+        before: str = "",
+    ) -> None:  # fmt: skip
+        """Raises `ProgramDiffers` on every rank if one of them has said that something differs. Then none keeps the
+        program. ``again``: traces its call again. Collective."""
+        label = f"{where}{compiled.label}"
+        if said is not None:
+            said += _traced_otherwise(compiled, again)
         own = f"in {label}, on rank {self._mesh.rank}, {said}{changed}" if said is not None else None
         if (first := next((one for one in said_by(own, self._mesh) if one is not None), None)) is not None:
+            self._programs.forget(compiled)
             raise ProgramDiffers(f"Policy.verify: {first}. {before}{CURE}")
 
     def goes_on(self, error: ProgramDiffers) -> bool:
@@ -121,7 +130,7 @@ class VerifiedPrograms:
         self._told.add(once or said)
 
 
-def traced_otherwise(compiled: Compiled, again: Callable[[], Capture]) -> str:
+def _traced_otherwise(compiled: Compiled, again: Callable[[], Capture]) -> str:
     """What the same call, traced again, computes otherwise: the first module where it does, for a message.
 
     ``again``: traces it. Only this rank does; nothing is changed.

@@ -111,7 +111,7 @@ class ShardedCalls:
         self._joined: Joined | None = None  # inside `join`
         self._random = random
         verified = bool(plan.policy.verify)
-        self._verification = Verification(taken, programs.loss, optimizer, plan, mesh, random) if verified else None
+        self._verification = Verification(taken, programs, optimizer, random) if verified else None
         self._failed = FailedCalls(mesh, self._calls, programs, copies.tensors)
         self._row = self._failed.row  # of microbatches
         self._checkpoints = Checkpoints(mesh, self._calls)
@@ -149,22 +149,24 @@ class ShardedCalls:
                 local.exchange(state)
 
     def _run(
-        self, kind: Kind, state: State, batch: tuple[Any, ...], named: dict[str, Any]
+        self, kind: Kind, state: State, batch: tuple[Any, ...], named: dict[str, Any], again: bool = False
     ) -> tuple[Compiled, dict[Port, torch.Tensor]]:
+        """``again``: it is the same call, whose first program was not what eager PyTorch computes."""
         self._calls.check_open()
         if bundle.COMPILES_ONLY:
             bundle.end_if_compiled(self._mesh)
         request = self._find(kind, state, batch, named)
         try:
-            try:
-                return self._execute(request, state)
-            except ProgramDiffers as error:
-                if self._verification is None or not self._verification.programs.goes_on(error):
-                    raise
-            return self._execute(self._find(kind, state, batch, named), state, again=True)
+            with outside_modes(watched=True):
+                return self._execute(request, state, again)
         except RankError as error:
-            self._checkpoints.heard(str(error))
-            raise
+            if again or not (isinstance(error, ProgramDiffers) and self._traces_anew(error)):
+                self._checkpoints.heard(str(error))
+                raise
+        return self._run(kind, state, batch, named, again=True)
+
+    def _traces_anew(self, error: ProgramDiffers) -> bool:
+        return self._verification is not None and self._verification.programs.goes_on(error)
 
     def _find(self, kind: Kind, state: State, batch: tuple[Any, ...], named: dict[str, Any]) -> Request:
         """The call, with its program if it is kept. An error of this rank alone is told to the others."""
@@ -183,19 +185,12 @@ class ShardedCalls:
             self._refuse(error)
             raise
 
-    def _execute(
-        self, request: Request, state: State, again: bool = False
-    ) -> tuple[Compiled, dict[Port, torch.Tensor]]:
-        with outside_modes(watched=True):
-            return self._attempt(request, state, again)
-
-    def _attempt(self, request: Request, state: State, again: bool) -> tuple[Compiled, dict[Port, torch.Tensor]]:
-        """``again``: whether ranks that have no more batches know of the call already."""
+    def _execute(self, request: Request, state: State, again: bool) -> tuple[Compiled, dict[Port, torch.Tensor]]:
         kind, batch, named = request.kind, request.batch, request.named
         if self._writes.shards is not None:
             self._writes.begin()
         self._programs.module_buffers.take(state.buffers, self._state.buffers)
-        if self._joined is not None and not again:
+        if self._joined is not None and not again:  # ranks that have run out know of it already
             self._joined.announce(kind, request.label, (batch, named), self._hyperparameters.values, request.modes)
         self._calls.hypers = f"{self._hyperparameters.digest:x}"
         known = request.compiled
@@ -240,8 +235,6 @@ class ShardedCalls:
                     self._hyperparameters.traced()  # changes by the optimizer's code are not the user's
         except BaseException as error:
             host_copies.finish()
-            if isinstance(error, ProgramDiffers):
-                self._programs.forget(compiled)
             called = f"{request.said(compiled.label)}{self._hyperparameters}{self._writes}"
             raised = self._failed.handle(compiled, state, error, ran, called)
             if raised is error:

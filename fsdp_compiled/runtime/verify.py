@@ -5,8 +5,8 @@ modes and random numbers.
 
     eager run      forward, loss and backward, by the model's own code; each unit is gathered while it is read
     program        the step itself
-    compare        loss, what else was returned, gradients, norm, and each updated element; where they differ, state and
-                   random numbers are put back, and every rank raises
+    compare        loss, what else was returned, buffers, gradients, norm, and each updated element; where they differ,
+                   state and random numbers are put back, the program is dropped, and every rank raises
 
 Gradients of two programs differ by rounding (`eager_comparison`), and an optimizer such as Adam magnifies this: a
 gradient that is zero except for rounding moves a weight by the whole rate, up or down. So the optimizer runs three
@@ -36,11 +36,11 @@ from torch.utils import _pytree as pytree
 from fsdp_compiled.capture.captured import Capture, find_loss
 from fsdp_compiled.capture.fake_inputs import casting
 from fsdp_compiled.capture.tensor_parallel import whole
-from fsdp_compiled.distributed.mesh import Mesh, exchange
+from fsdp_compiled.distributed.mesh import exchange
 from fsdp_compiled.ir.program import COUNT, NORM, OVERFLOW, Port
 from fsdp_compiled.optim.given_optimizer import numbered
 from fsdp_compiled.optim.rule import Rule
-from fsdp_compiled.plan.plan import Buffer, Plan, Slot
+from fsdp_compiled.plan.plan import Buffer, Slot
 from fsdp_compiled.runtime.eager_comparison import (
     TINY,
     ProgramDiffers,
@@ -52,12 +52,12 @@ from fsdp_compiled.runtime.eager_comparison import (
     off,
     result_off,
     returned_off,
-    traced_otherwise,
 )
 from fsdp_compiled.runtime.eager_run import EagerRun, Place
 from fsdp_compiled.runtime.managed_model import ManagedModel
 from fsdp_compiled.runtime.parameters.sharded_parameter import is_live
 from fsdp_compiled.runtime.programs.compile import Compiled
+from fsdp_compiled.runtime.programs.program_cache import Programs
 from fsdp_compiled.runtime.programs.request import Request
 from fsdp_compiled.runtime.rng import RandomNumbers
 from fsdp_compiled.runtime.shard_model import read_slot
@@ -130,13 +130,13 @@ class Verification:
     """Which calls of one `Sharded` are verified, and how."""
 
     def __init__(
-        self, taken: ManagedModel, loss: Callable[..., Any] | None, optimizer: Optimizer | None, plan: Plan,
-        mesh: Mesh, numbers: RandomNumbers,
-    ) -> None:  # fmt: skip
-        self._taken, self._loss, self._optimizer = taken, loss, optimizer
+        self, taken: ManagedModel, programs: Programs, optimizer: Optimizer | None, numbers: RandomNumbers
+    ) -> None:
+        plan, mesh = programs.plan, programs.mesh
+        self._taken, self._loss, self._optimizer = taken, programs.loss, optimizer
         self._local = plan.policy.sync_every is not None
         self._plan, self._mesh, self._numbers = plan, mesh.site if self._local else mesh, numbers
-        self.programs = VerifiedPrograms(plan, self._mesh)
+        self.programs = VerifiedPrograms(programs, self._mesh)
         self._counts: dict[int, int] = {}  # of good calls, by program's number
         self._summed: Microbatches | None = None  # since the last step, where they are verified
         self._steps = 0
@@ -279,11 +279,9 @@ class Verification:
             or buffers_off(state.buffers, expected.buffers, self._plan)
             or self._gradients_off(expected, outputs, state)
         )
-        if said is not None:
-            said += traced_otherwise(compiled, again)
         try:
             put_back = "The state was put back to what it was before the step. "
-            self.programs.agree(said, expected.changed, compiled.label, put_back)
+            self.programs.agree(said, expected.changed, compiled, again, before=put_back)
         except ProgramDiffers:
             self._put_back(expected.before, state)
             raise

@@ -339,13 +339,24 @@ def stack(**options: Any) -> Any:
     return compile_sharded(model, adamw(model), loss=mse, policy=Policy(lower="eager", verify=1, **options))
 
 
-def test_the_first_module_that_computes_something_else_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("place", "name", "value", "said"),
+    [
+        (1, "gain", 2.0, r"the loss is .*traced again, 1 is the first module .*, 2\.0\)"),
+        # neither loss nor gradients tell of it
+        (0, "noted", 3.0, r"the buffer 0\.seen is 2, and 4 in eager PyTorch; traced again, 0 is the"),
+    ],
+)
+def test_the_first_module_that_computes_something_else_is_named(
+    place: int, name: str, value: float, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     sharded, batch = stack(), batches(1, 4)[0]
     sharded.step(*batch)
     monkeypatch.setattr(Guards, "hold", lambda _: True)
-    sharded.model[1].gain = 2.0
-    with pytest.raises(RankError, match=r"the loss is .*traced again, 1 is the first module .*, 2\.0\)"):
+    setattr(sharded.model[place], name, value)
+    with pytest.raises(RankError, match=said):
         sharded.step(*batch)
+    assert float(sharded.state.buffers["0.seen"]) == 1
 
 
 def test_where_the_trace_is_not_out_of_date_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -356,17 +367,6 @@ def test_where_the_trace_is_not_out_of_date_it_says_so(monkeypatch: pytest.Monke
     monkeypatch.setattr(compiled, "runner", lambda *given: [one * 1.5 for one in run(*given)])
     with pytest.raises(RankError, match="its code gives the same program"):
         sharded.step(*batch)
-
-
-def test_a_buffer_that_forward_leaves_otherwise_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither loss nor gradients tell of it."""
-    sharded, batch = stack(), batches(1, 4)[0]
-    sharded.step(*batch)
-    monkeypatch.setattr(Guards, "hold", lambda _: True)
-    sharded.model[0].noted = 3.0
-    with pytest.raises(RankError, match=r"the buffer 0\.seen is 2, and 4 in eager PyTorch; traced again, 0 is the"):
-        sharded.step(*batch)
-    assert float(sharded.state.buffers["0.seen"]) == 1
 
 
 @pytest.mark.parametrize("how", ["step", "microbatches", "after an error"])

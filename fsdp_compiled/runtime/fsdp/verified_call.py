@@ -37,7 +37,6 @@ from fsdp_compiled.runtime.eager_comparison import (
     largest,
     off,
     returned_off,
-    traced_otherwise,
 )
 from fsdp_compiled.runtime.eager_run import EagerRun, Place
 from fsdp_compiled.runtime.fsdp.module_plan import ModulePlan
@@ -54,7 +53,7 @@ class VerifiedCalls:
 
     def __init__(self, made: ModulePlan, module: nn.Module, function: Callable[..., Any]) -> None:
         self.made, self.module, self.function = made, module, function
-        self.programs = VerifiedPrograms(made.plan, made.mesh)
+        self.programs = VerifiedPrograms(made.programs, made.mesh)
         self.label = f"verification of {type(module).__name__}"  # to other ranks
         self._counts: dict[int, int] = {}  # calls so far, by the program's number
         self._places: dict[int, Place] = {
@@ -146,7 +145,7 @@ class Verified:
         said = returned_off(found, self._result, plan)
         said = said or buffers_off(self._owner.made.lent.buffers, self._run.buffers, plan)
         try:
-            self._agree(said, self._compiled.label)
+            programs.agree(said, self._changed, self._compiled, self._again)
         except ProgramDiffers:
             with torch.no_grad():
                 for one, value in self._before:
@@ -159,17 +158,6 @@ class Verified:
         known = [places.get(id(outputs[port])) for port in results]
         self._results = [None if place is None else own_part(theirs[place]) for place in known]
         self._result, self._before = None, []
-
-    def _agree(self, said: str | None, label: str) -> None:
-        """Raises `ProgramDiffers` on every rank where one has said that something differs. Then none keeps the
-        program."""
-        if said is not None:
-            said += traced_otherwise(self._compiled, self._again)
-        try:
-            self._owner.programs.agree(said, self._changed, label)
-        except ProgramDiffers:
-            self._owner.made.programs.forget(self._compiled)
-            raise
 
     def backward(self, tangents: Sequence[torch.Tensor | None]) -> bool:
         """Runs the eager backward from these derivatives, once. Returns whether it ran. Collective."""
@@ -220,4 +208,4 @@ class Verified:
             bound = share * largest(mean) + least * most + TINY
             gradient = mine.get(name, torch.zeros_like(own))
             said = said or off(f"the gradient of {name}", gradient, own, bound, own.isfinite())
-        self._agree(said, f"the backward of {self._compiled.label}")
+        self._owner.programs.agree(said, self._changed, self._compiled, self._again, "the backward of ")
