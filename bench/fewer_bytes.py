@@ -49,12 +49,13 @@ POLICIES: dict[str, dict[str, Any]] = {
 }
 
 
-def sent(program: Any, world: int, twice: str = "all_reduce") -> float:
+def sent(program: Any, world: int, twice: str = "all_reduce", inside: str = "") -> float:
     """Bytes that a rank sends in a run of the program, on a ring. ``twice``: what collectives are called that go round
-    it twice; over gloo every ``"reduce"``, since it has no reduce-scatter, and all-reduces in its place."""
+    it twice; over gloo every ``"reduce"``, since it has no reduce-scatter, and all-reduces in its place. ``inside``: an
+    axis inside of hosts, which does not count."""
     whole = 0.0
     for node in program.graph.nodes:
-        if is_collective(node):
+        if is_collective(node) and node.args[-1] != inside:
             whole += max(carried(node)) * (2 if twice in str(node.target) else 1)
     return whole * (world - 1) / world
 

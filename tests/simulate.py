@@ -24,7 +24,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from fsdp_compiled.capture.captured import Capture, batch_tensors
 from fsdp_compiled.capture.fake_inputs import capture_on
-from fsdp_compiled.distributed.device_mesh import connect
+from fsdp_compiled.distributed.device_mesh import connect, connect_neighbours
 from fsdp_compiled.distributed.mesh import Mesh
 from fsdp_compiled.ir.program import CALL, CALL_PARTS, LOSS, NORM, STEP, Port, Program
 from fsdp_compiled.lower.fusions import Target, fusions_for
@@ -311,6 +311,7 @@ def simulate(
         kind = "last microbatch"
     with ranks(shard, replicate) as places:
         crew = [enlist(model, optimizer, policy, place, units) for place in places]
+        connect_neighbours(crew[0].mesh, crew[0].plan.neighbours.values())
         found: list[Program] = []
         program = captured(crew[0], loss, batches[0][0], kind, traced_as)
         run(program, crew[0].plan, passes(crew[0], kind), found.append)

@@ -161,7 +161,7 @@ class _Run:
 
     def _kind(self, node: fx.Node) -> str:
         role = role_of(node)
-        if role in ("gather", "unpack") or (
+        if role in ("gather", "unpack", "kept") or (
             role in ("cast", "pack") and self.shards.intersection(node.all_input_nodes)
         ):
             return "gathered"

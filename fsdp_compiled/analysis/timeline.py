@@ -155,13 +155,15 @@ def waits(node: fx.Node) -> bool:
 
 def _lane(axis: str, plan: Plan) -> tuple[str, tuple[str, ...]]:
     """The lane in which collectives along this axis are drawn, and the lanes whose wire they have."""
-    inside: dict[str, bool] = {name: plan.machine.inside(size, plan.stride(name)) for name, size in plan.all_axes}
+    inside: dict[str, bool] = {
+        name: plan.machine.inside(plan.size(name), plan.stride(name)) for name in ("shard", "replicate", axis)
+    }
     lane = "tp" if axis == "tp" else "network"
-    if axis == "replicate" and inside.get("shard") and not inside["replicate"]:
+    if axis == "replicate" and plan.shard > 1 and inside["shard"] and not inside["replicate"]:
         lane = "replicate"
     if plan.machine.inner is None:
         return lane, ("network",)
-    return lane, ("inner",) if inside.get(axis, True) else ("network",)
+    return lane, ("inner",) if inside[axis] else ("network",)
 
 
 def _copied(node: fx.Node) -> int:

@@ -61,6 +61,12 @@ def add_simulate_options(parser: argparse.ArgumentParser) -> None:
     policy.add_argument(
         "--shard", choices=("zero3", "zero2", "zero1", "ddp"), default="zero3", help="what is sharded (%(default)s)"
     )
+    policy.add_argument(
+        "--reshard-onto",
+        type=whole,
+        metavar="N",
+        help="ranks, as of a node, over which a unit stays cut until backward",
+    )
     policy.add_argument("--half", action="store_true", help="compute in bfloat16, reduce in float32")
     policy.add_argument(
         "--recompute",
@@ -94,6 +100,7 @@ def run_simulate(options: argparse.Namespace, _: Sequence[str]) -> int:
     precision = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if options.half else None
     policy = Policy(
         shard=options.shard,
+        reshard_onto=options.reshard_onto,
         tp="auto" if options.tp > 1 else None,
         recompute=options.recompute,
         **({"precision": precision} if precision is not None else {}),

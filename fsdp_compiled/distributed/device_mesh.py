@@ -23,7 +23,7 @@ import os
 import time
 import uuid
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any
@@ -34,6 +34,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from fsdp_compiled.distributed.mesh import Mesh, agree
 from fsdp_compiled.distributed.process_group import NCCL, close, default_device, set_nccl
+from fsdp_compiled.plan.plan import axis_of
 
 # What the axes of a ``DeviceMesh`` are called here: by our names, and by torchtitan's.
 AXES = {
@@ -141,10 +142,8 @@ def _check_order(mesh: DeviceMesh) -> None:
     A collective deals data out in the order of the group, and ``DTensor`` in that of the mesh. Ranks compare a mesh the
     first time that a world uses it. A rank whose later mesh is in disorder raises alone: others may know theirs.
     """
-    group, world = dist.group.WORLD, dist.get_world_size()
-    if _compared[0]() is not group:
-        _compared[:] = [weakref.ref(group), set()]
-    seen, failure = _compared[1], None
+    world = dist.get_world_size()
+    seen, failure = _of_world().compared, None
     try:
         _check_ascending(mesh)
     except ValueError as error:
@@ -159,7 +158,35 @@ def _check_order(mesh: DeviceMesh) -> None:
         seen.add(own)
 
 
-_compared: list[Any] = [lambda: None, set()]  # the world, and the meshes that its ranks have compared
+def connect_neighbours(mesh: Mesh, sizes: Iterable[int]) -> None:
+    """Adds to the mesh's groups, for each size, that of this rank and its neighbours along the shard axis (see
+    `plan.plan`). Collective the first time; all ranks have the same sizes."""
+    for size in sorted({one for one in sizes if axis_of(one) not in mesh.groups}):
+        along = dist.get_process_group_ranks(dist.distributed_c10d._resolve_process_group(mesh.groups["shard"]))
+        ranks = tuple(along[mesh.shard_rank // size * size :][:size])
+        known = _of_world().neighbours
+        if ranks not in known:  # only these ranks meet for it
+            known[ranks] = dist.new_group(list(ranks), use_local_synchronization=True).group_name
+        mesh.groups[axis_of(size)] = known[ranks]
+
+
+class _World:
+    """What belongs to the process group of all ranks, and ends with it."""
+
+    def __init__(self, group: Any) -> None:
+        self.group = weakref.ref(group)
+        self.compared: set[str] = set()  # meshes, by value
+        self.neighbours: dict[tuple[int, ...], str] = {}  # groups, by ranks
+
+
+def _of_world() -> _World:
+    group = dist.group.WORLD
+    if not _world or _world[0].group() is not group:
+        _world[:] = [_World(group)]
+    return _world[0]
+
+
+_world: list[_World] = []
 
 
 def _check_ascending(mesh: DeviceMesh) -> None:

@@ -243,8 +243,9 @@ class Edit:
                 self.graph.erase_node(node)
                 found += sources
 
-    def rebuild(self, nodes: Collection[fx.Node]) -> None:
-        """Makes backward read clones of these forward nodes, made just before the first node that needs them."""
+    def rebuild(self, nodes: Collection[fx.Node]) -> dict[fx.Node, fx.Node]:
+        """Makes backward read clones of these forward nodes, made just before the first node that needs them. Returns
+        the clones, by node."""
         order = positions(self.graph)
         clones: dict[fx.Node, fx.Node] = {}
         users = {user for node in nodes for user in node.users if user.op == "call_function"}
@@ -256,6 +257,7 @@ class Edit:
                     clones[source] = self.clone(source, clones)
             for source in needed:
                 node.replace_input_with(source, clones[source])
+        return clones
 
     def drop_unused_parts(self) -> None:
         """Makes all-gathers of several buffers carry only those that are used: everything sent must be awaited."""

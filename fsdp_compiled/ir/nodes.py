@@ -23,6 +23,7 @@ Role = Literal[
     "gather",
     "part",
     "wait",
+    "kept",
     "unpack",
     "block",
     "view",

@@ -116,6 +116,7 @@ NORM = Port("out", "norm")
 OVERFLOW = Port("out", "overflow")
 FACTOR = Port("in", "scale", "factor")  # float32, the factor on the loss
 STEP = Port("in", "step")  # int64
+RANK = Port("in", "rank")  # int64[1]
 COUNT = Port("in", "sum", part="count")  # of microbatches, float64
 WEIGHT = Port("out", "rows")  # float64
 SAME = Port("out", "same")  # float64

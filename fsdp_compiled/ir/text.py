@@ -77,15 +77,16 @@ def _what(nodes: Iterable[fx.Node]) -> str:
         writes = sum(1 for node in nodes if mutated(node))
         return f"update: {_count(writes, 'write')} in place"
     names = {
-        "view": "views",
-        "flatten": "flatten",
         "cast": "cast",
         "pack": "pack",
         "unpack": "unpack",
+        "kept": "kept part",
+        "view": "views",
+        "flatten": "flatten",
         "scale": "scaling",
         "norm": "norm and loss",
     }
-    done = [names[role] for role in ("cast", "pack", "unpack", "view", "flatten", "scale", "norm") if role in roles]
+    done = [name for role, name in names.items() if role in roles]
     compute = sum(1 for node in nodes if role_of(node) is None)
     return ", ".join(done + ["compute: " + _count(compute, "operator")] * bool(compute))
 

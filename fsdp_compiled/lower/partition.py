@@ -102,7 +102,7 @@ def _stands_alone(node: fx.Node) -> bool:
         or is_wait(node)
         or is_random(node)
         or node.target in (ASSERT, aten.linalg_vector_norm.default, split_rows, join_rows, *KERNELS)
-        or role in ("part", "cast", "pack", "unpack", "combine", *HOST)
+        or role in ("part", "kept", "cast", "pack", "unpack", "combine", *HOST)
         or (role == "update" and not node.meta["mark"].unit)  # module buffers, each written back by a copy
     )
 

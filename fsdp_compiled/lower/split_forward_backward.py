@@ -86,7 +86,7 @@ def _read(
     found: set[str] = set()
     for node in crossing:
         shard = node in inputs and inputs[node].kind == "shard"
-        if shard or node in chains:
+        if shard or node in chains or role_of(node) == "kept":
             made = _parameters([node], lambda one: [source for source in one.all_input_nodes if source in chains])
             found |= made or _parameters([node], lambda one: [user for user in one.users if user in behind])
     return frozenset(found)

@@ -38,7 +38,7 @@ from torch import fx
 
 from fsdp_compiled.ir.edit import Edit
 from fsdp_compiled.ir.nodes import Mark, is_wait, role_of
-from fsdp_compiled.ir.program import COUNT, STEP, Port, Program
+from fsdp_compiled.ir.program import COUNT, RANK, STEP, Port, Program
 from fsdp_compiled.kernels.operators import PACKED, operators
 from fsdp_compiled.plan.plan import Plan
 
@@ -87,7 +87,7 @@ def _gather(edit: Edit, node: fx.Node, plan: Plan) -> None:
     parts = sorted(node.users, key=lambda user: user.args[1]) if several else [node]  # type: ignore[arg-type, return-value]
     waits = [next(user for user in part.users if is_wait(user)) for part in parts]
     before = [wait.meta["val"] for wait in waits]
-    packed = [_pack(edit, source, 1, node, plan) for source in sources]
+    packed = [_kept(edit, one) if role_of(one) == "kept" else _pack(edit, one, 1, node, plan) for one in sources]
     node.args = (packed if several else packed[0], world, axis)
     for one in (node, *(parts if several else ()), *waits):
         edit.infer(one)
@@ -95,9 +95,26 @@ def _gather(edit: Edit, node: fx.Node, plan: Plan) -> None:
 
         def unpacked(wait: fx.Node, mark: Any, value: torch.Tensor = value) -> fx.Node:
             count, dtype = value.numel(), value.dtype
-            return edit.call(operators.unpack.default, wait, world, count, dtype, form=plan.policy.wire, mark=mark)
+            rows, form = plan.shard, plan.policy.wire
+            return edit.call(operators.unpack.default, wait, rows, count, dtype, form=form, mark=mark)
 
         _behind(edit, wait, "unpack", unpacked)
+
+
+def _kept(edit: Edit, part: fx.Node) -> fx.Node:
+    """Lets what a rank keeps between forward and backward (`passes.recompute`) be the bytes that it got. Returns it."""
+    chain = [part]
+    while role_of(chain[-1]) == "kept":
+        chain.append(chain[-1].all_input_nodes[0])
+    *kept, unpacked = chain
+    (wait,) = unpacked.all_input_nodes
+    kept[-1].replace_input_with(unpacked, wait)
+    size = wait.meta["val"].numel() // kept[-1].args[1][0]  # type: ignore[index, operator]
+    kept[-1].args = (wait, [kept[-1].args[1][0], size])  # type: ignore[index]
+    kept[0].args = (kept[0].args[0], [size])
+    for node in reversed(kept):
+        edit.infer(node)
+    return part
 
 
 def _reduce(edit: Edit, node: fx.Node, plan: Plan, seed: fx.Node, salts: Iterator[int]) -> None:
@@ -154,7 +171,7 @@ def _seed(edit: Edit, plan: Plan, first: fx.Node) -> fx.Node:
         known = edit.inputs.get(port)
         return known if known is not None else edit.add_input(port, edit.fake(shape, torch.int64, plan.device))
 
-    step, rank = given(STEP, []), given(Port("in", "rank"), [1])
+    step, rank = given(STEP, []), given(RANK, [1])
     with edit.at(first, first.meta["phase"]):
         seed = edit.call(aten.mul.Tensor, step, 2**20, mark=mark)
         if COUNT in edit.inputs:

@@ -11,7 +11,18 @@
                                         d_x = mm(d_y, t(weight_t'))
 
 Resharding after forward is nothing but this: backward runs the gather again, with the whole chain of views and casts
-behind it. The unit that forward uses last and backward first is kept: it would be gathered twice in a row. Backward
+behind it. The unit that forward uses last and backward first is kept: it would be gathered twice in a row.
+
+A unit that is resharded onto a part of the ranks (``reshard_after_forward=8``) stays cut over these neighbours, as
+ranks of one node, until backward, which gathers among them alone:
+
+    full = wait(all_gather(shard, 16, "shard"))          full = wait(all_gather(shard, 16, "shard"))
+    y = use(full)                                        kept = full.view(8, -1)[rank % 8]
+    ...                                                  y = use(full)
+    full' = wait(all_gather(shard, 16, "shard"))         full' = wait(all_gather(kept, 8, "each 8 ranks"))
+
+So bytes cross the slow network once for parameters and once for gradients, as with replicas by node, and shards and
+optimizer state are cut over all ranks: ZeRO++'s hpZ (Wang et al., 2023, https://arxiv.org/abs/2306.10209). Backward
 runs a checkpointed region (`torch.utils.checkpoint`) again from its inputs, except its random operators: their results
 are kept, so that dropout replays the same mask. Under ``Policy.recompute = "unit"`` every block is a region: forward
 keeps only the block's input for backward, and nothing that the block computes.
@@ -33,15 +44,19 @@ keeps only the block's input for backward, and nothing that the block computes.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
+from dataclasses import replace
 from operator import getitem
 
+import torch
 from torch import fx
 
 from fsdp_compiled.ir.edit import Edit
-from fsdp_compiled.ir.nodes import gathered, is_random, positions
-from fsdp_compiled.ir.program import Program
-from fsdp_compiled.plan.plan import Plan
+from fsdp_compiled.ir.nodes import Mark, gathered, is_random, positions
+from fsdp_compiled.ir.program import RANK, Program
+from fsdp_compiled.plan.plan import Plan, axis_of
 from fsdp_compiled.plan.units import innermost
+
+aten = torch.ops.aten
 
 
 def recompute(program: Program, plan: Plan) -> Program:
@@ -56,9 +71,42 @@ def recompute(program: Program, plan: Plan) -> Program:
         chains = gathered(edit.graph)
         kept = _turning_unit(edit.graph, chains)
         again = plan.resharded - {kept}
-        edit.rebuild({node for unit, nodes in chains.items() if unit in again for node in nodes})
+        clones = edit.rebuild({node for unit, nodes in chains.items() if unit in again for node in nodes})
+        _gather_among_neighbours(edit, plan, clones)
         edit.drop_unused_parts()
     return edit.done("recompute")
+
+
+def _gather_among_neighbours(edit: Edit, plan: Plan, clones: Mapping[fx.Node, fx.Node]) -> None:
+    """Keeps this rank's part of each unit that is cut over neighbours after forward, and gathers it in backward.
+    ``clones``: backward's gathers, by forward's."""
+    places: dict[int, fx.Node] = {}  # this rank's among so many neighbours
+    for gather, again in clones.items():
+        mark: Mark = gather.meta.get("mark", Mark("view"))
+        ranks = plan.neighbours.get(mark.unit)
+        if mark.role != "gather" or ranks is None:
+            continue
+        parts = sorted(gather.users, key=lambda part: part.args[1]) if _several(gather) else [gather]  # type: ignore[arg-type, return-value]
+        waits = [next(iter(part.users)) for part in parts]
+        if not any(user.op == "call_function" for wait in waits for user in wait.users):
+            continue  # forward has no use for it, and gathers nothing
+        if ranks not in places:
+            rank = edit.inputs.get(RANK) or edit.add_input(RANK, edit.fake([1], torch.int64, plan.device))
+            with edit.at(next(node for node in edit.graph.nodes if node.op == "call_function"), "forward"):
+                places[ranks] = edit.call(aten.remainder.Scalar, rank, ranks, mark=Mark("kept"))
+        kept = []
+        for wait in waits:
+            own = replace(wait.meta["mark"], role="kept")
+            with edit.at(wait.next, "forward"):
+                rows = edit.call(aten.view.default, wait, [ranks, wait.meta["val"].numel() // ranks], mark=own)
+                row = edit.call(aten.index_select.default, rows, 0, places[ranks], mark=own)
+                kept.append(edit.call(aten.view.default, row, [row.meta["val"].numel()], mark=own))
+        again.args = (kept if _several(gather) else kept[0], ranks, axis_of(ranks))
+
+
+def _several(gather: fx.Node) -> bool:
+    """Whether it gathers several buffers."""
+    return isinstance(gather.args[0], list | tuple)
 
 
 def _turning_unit(graph: fx.Graph, chains: dict[str, set[fx.Node]]) -> str | None:

@@ -277,7 +277,7 @@ def _prefetch(graph: fx.Graph, found: list[LiveRange], plan: Plan) -> tuple[int,
     if isinstance(wanted, int):
         return wanted, f"prefetch={wanted}, as given"
     done = list(accumulate(seconds_of(graph, plan.machine, plan.policy.lower == "inductor"), initial=0.0))
-    wire = sum(plan.transfer(live_range.nbytes, "shard") for live_range in found)
+    wire = sum(_gathering(live_range, plan) for live_range in found)
     entries = _sequence(graph, found)
     exposed = [_exposed(entries, found, ahead, done, plan) for ahead in range(min(MOST_AHEAD, room) + 1)]
     best = min(1, room)  # however little there is to hide behind, two gathers on the wire share their latency
@@ -298,9 +298,13 @@ def _exposed(entries: list[Entry], found: list[LiveRange], ahead: int, done: lis
         if place is None:
             continue
         issued = done[entries[place - ahead][0]] if place >= ahead else 0.0
-        free = max(free, issued + waited) + plan.transfer(live_range.nbytes, "shard")
+        free = max(free, issued + waited) + _gathering(live_range, plan)
         waited += max(0.0, free - (done[entries[place][0]] + waited))
     return waited
+
+
+def _gathering(live_range: LiveRange, plan: Plan) -> float:
+    return plan.transfer(live_range.nbytes, str(live_range.gathers[0].args[-1]))
 
 
 def _time(seconds: float) -> str:

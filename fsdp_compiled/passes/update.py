@@ -32,7 +32,7 @@ from torch import fx
 
 from fsdp_compiled.ir.edit import Edit, Scope
 from fsdp_compiled.ir.nodes import Mark, mutated, origin
-from fsdp_compiled.ir.program import OVERFLOW, STEP, Port, Program
+from fsdp_compiled.ir.program import OVERFLOW, RANK, STEP, Port, Program
 from fsdp_compiled.optim.rule import Rule, RuleInput, rule_for
 from fsdp_compiled.plan.plan import Buffer, Plan
 
@@ -198,7 +198,7 @@ def _put_back(edit: Edit, buffer: Buffer, plan: Plan, kept: dict[fx.Node, fx.Nod
     size = shard.meta["val"].numel()
     place = edit.call(aten.arange.default, size, dtype=torch.int64, device=plan.device, mark=mark)
     if plan.placement.state and plan.shard > 1:
-        rank = _input(edit, Port("in", "rank"), [1], torch.int64, plan)
+        rank = _input(edit, RANK, [1], torch.int64, plan)
         place = edit.call(aten.add.Tensor, place, edit.call(aten.mul.Tensor, rank, size, mark=mark), mark=mark)
     idle: fx.Node | None = None
     for slot in buffer.slots:
@@ -222,7 +222,7 @@ def _own_part(edit: Edit, buffer: Buffer, plan: Plan, gradient: fx.Node) -> fx.N
     if plan.placement.gradient or not plan.placement.state or plan.shard == 1:
         return gradient
     mark = Mark("update", buffer.unit, buffer.key, "own part")
-    rank = _input(edit, Port("in", "rank"), [1], torch.int64, plan)
+    rank = _input(edit, RANK, [1], torch.int64, plan)
     rows = edit.call(aten.view.default, gradient, [plan.shard, buffer.numel // plan.shard], mark=mark)
     row = edit.call(aten.index_select.default, rows, 0, rank, mark=mark)
     return edit.call(aten.view.default, row, [buffer.numel // plan.shard], mark=mark)

@@ -65,12 +65,17 @@ def make_plan(
     """Groups the leaves, given in registration order, into units and lays their buffers out.
 
     `Policy.bucket_mb` decides which blocks form a unit; the plan's notes say how. ``machine``: the hardware to plan
-    for, instead of the device's.
+    for, instead of the device's. Raises ``ValueError`` where ranks do not divide by `Policy.reshard_onto`.
 
     A buffer keeps the registration order, because an element's place decides the order in which a ring reduction sums
     it, and so its last bits. Only a buffer of parameters that are updated whole has another order (`laid_out`).
     """
     machine = machine or machine_of(device, policy.network, tp)
+    if policy.reshard_onto is not None and shard > policy.reshard_onto and shard % policy.reshard_onto:
+        raise ValueError(
+            f"Policy.reshard_onto={policy.reshard_onto} does not divide the {shard} ranks along the shard axis. Give a "
+            "divisor, as the ranks of one node."
+        )
     gathered = policy.placement.parameter and shard > 1
     blocks, sizes = [leaf.block for leaf in leaves], [_wire_bytes(leaf, policy) for leaf in leaves]
     most = MOST_UNITS[policy.lower] if gathered else MOST_BUCKETS
@@ -92,5 +97,5 @@ def make_plan(
             _lay_out(name, key, _order(members, bare, place), shard, SCALED if policy.wire else 1)
             for key, members in zip(keys, kinds.values(), strict=True)
         )
-        units.append(Unit(name, buffers))
+        units.append(Unit(name, buffers, policy.reshard_onto or True))
     return replace(bare, units=tuple(units))

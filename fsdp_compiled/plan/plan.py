@@ -15,6 +15,8 @@ Terms, used with these meanings everywhere in the package:
 - *axis*: one dimension of the device mesh: ``"shard"`` (a buffer is cut along it), ``"replicate"`` (it is repeated) or
   ``"tp"`` (tensor parallelism: parameters are cut along a dim of theirs before they are laid into buffers, and each
   rank's buffers hold its parts; parameters that are whole on every rank along it have buffers of their own).
+- *neighbours*: ranks that follow one another along the shard axis, such as those of a node. ``"each 8 ranks"`` is an
+  axis of its own in collectives.
 """
 
 from __future__ import annotations
@@ -35,6 +37,11 @@ from fsdp_compiled.plan.text import describe, fold
 from fsdp_compiled.policy import Placement, Policy
 
 Axis = Literal["shard", "replicate", "tp"]
+
+
+def axis_of(neighbours: int) -> str:
+    """What collectives among so many neighbours call their axis."""
+    return f"each {neighbours} ranks"
 
 
 @dataclass(frozen=True)
@@ -155,7 +162,9 @@ class Buffer:
 class Unit:
     name: str
     buffers: tuple[Buffer, ...]
-    reshard: bool = True  # freed after forward and gathered again for backward, where the placement says so
+    # Whether it is freed after forward and gathered again for backward, where the placement says so. A number: until
+    # then, what is gathered stays cut over so many neighbours.
+    reshard: bool | int = True
 
     @property
     def members(self) -> tuple[str, ...]:
@@ -194,6 +203,12 @@ class Plan:
         """The units that backward gathers again."""
         wanted = self.placement.regather and self.shard > 1
         return frozenset(unit.name for unit in self.units if unit.reshard and wanted)
+
+    @cached_property
+    def neighbours(self) -> dict[str, int]:
+        """By resharded unit that stays cut over a part of the ranks along the shard axis: how many."""
+        sizes = {unit.name: int(unit.reshard) for unit in self.units if unit.name in self.resharded}
+        return {name: size for name, size in sizes.items() if 1 < size < self.shard}
 
     @property
     def kernels(self) -> bool:
@@ -250,7 +265,8 @@ class Plan:
         return any(slot.leaf.tp is not None and slot.leaf.tp.uneven for b in self.buffers for slot in b.slots)
 
     def size(self, axis: str) -> int:
-        """Ranks along this axis, or in a process group of the model's own: ``all 4 ranks``, ``group 0 of 2 ranks``."""
+        """Ranks along this axis, among neighbours (``each 8 ranks``), or in a process group of the model's own: ``all 4
+        ranks``, ``group 0 of 2 ranks``."""
         known = {"shard": self.shard, "replicate": self.replicate, "tp": self.tp}
         return known[axis] if axis in known else int(axis.split()[-2])
 
@@ -258,6 +274,7 @@ class Plan:
         """The distance in ranks between neighbours along this axis: tp is the innermost, replicate the outermost. The
         ranks of a process group of the model are taken to be as far apart as they can be."""
         known = {"tp": 1, "shard": self.tp, "replicate": self.tp * self.shard}
+        known |= {axis_of(size): self.tp for size in self.neighbours.values()}
         return known[axis] if axis in known else max(self.shard * self.replicate * self.tp // self.size(axis), 1)
 
     def transfer(self, nbytes: float, axis: str, both: bool = False) -> float:

@@ -85,10 +85,10 @@ def _check_numbers(policy: Policy) -> None:
         raise ValueError(f"Policy.verify is {policy.verify!r}; expected True, False, or a whole number, 1 or more.")
     if policy.verify_difference not in ("raise", "recapture"):
         raise ValueError(f'Policy.verify_difference is {policy.verify_difference!r}; expected "raise" or "recapture".')
-    if policy.sync_every is not None and not (
-        isinstance(policy.sync_every, int) and policy.sync_every is not True and policy.sync_every > 0
-    ):
-        raise ValueError(f"Policy.sync_every is {policy.sync_every!r}; expected a whole number, 1 or more, or None.")
+    for name, least in (("sync_every", 1), ("reshard_onto", 2)):
+        value = getattr(policy, name)
+        if value is not None and not (is_number(value) and isinstance(value, int) and value >= least):
+            raise ValueError(f"Policy.{name} is {value!r}; expected a whole number, {least} or more, or None.")
     if not (policy.outer is None or isinstance(policy.outer, OuterSGD)):
         raise ValueError(f"Policy.outer is a {type(policy.outer).__name__}; expected an OuterSGD, or None.")
     pair = isinstance(policy.network, tuple) and len(policy.network) == 2
@@ -164,6 +164,11 @@ def _check_beside(policy: Policy, what: str, **fields: str) -> None:
 
 
 def _check_together(policy: Policy) -> None:
+    if policy.reshard_onto is not None and policy.shard != "zero3":
+        raise ValueError(
+            f"Policy.reshard_onto={policy.reshard_onto} says what becomes of parameters after forward, which under "
+            f'shard={policy.shard!r} stay as they are. Give shard="zero3", or leave reshard_onto out.'
+        )
     _check_local_steps(policy)
     _check_wire(policy)
     if policy.loss_rows is not None and policy.dynamic not in ("auto", False):

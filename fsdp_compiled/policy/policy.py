@@ -45,6 +45,11 @@ class Policy:
         forward and again for backward (FSDP2 with ``reshard_after_forward=True``). ``"zero2"``: gathered once a step
         and kept through backward. ``"zero1"``: as ``"zero2"``, with gradients all-reduced in full on every rank.
         ``"ddp"``: every rank holds everything; gradients are all-reduced.
+    reshard_onto
+        Under ``"zero3"``: over how many neighbouring ranks along the shard axis, as the 8 of a node, a unit stays cut
+        after forward, so that backward gathers it among them alone: FSDP2's ``reshard_after_forward=8``, ZeRO++'s hpZ.
+        Each rank then holds one part in so many of the gathered parameters, in the compute dtype, until backward.
+        Shards and optimizer state stay cut over all ranks. None: over all.
     precision
         torch's own ``MixedPrecisionPolicy``. Shards stay in the parameters' dtype; ``param_dtype`` is cast to before
         the wire, ``reduce_dtype`` is the dtype of the gradient reduction, ``cast_forward_inputs`` casts the
@@ -246,6 +251,7 @@ class Policy:
     """
 
     shard: str = "zero3"
+    reshard_onto: int | None = None
     precision: MixedPrecisionPolicy = field(default_factory=MixedPrecisionPolicy)
     loss_scale: float | str | LossScale | None = None
     clip: float | None = None

@@ -40,6 +40,7 @@ FEW, MORE = 4, 5  # depths that stand for a deeper model; with fewer blocks, no 
 ROWS = (1, 2, 4, 8)  # numbers of rows in a microbatch, and of ranks along tp, that are tried
 PRECISION = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
 EVERY = 50  # local steps between two exchanges, where they are proposed
+BEST = 6  # ways of which those that wait for the network are also priced with units that stay in their node
 
 Batch = tuple[Any, ...]
 Setup = tuple[Callable[[], nn.Module], Callable[..., Any] | None, Batch]
@@ -126,6 +127,7 @@ def plan(
         return False, -float(f"{one.rate(1):.3g}"), policy.offload, policy.lower != base.lower, one.peak
 
     found.sort(key=best)
+    found = sorted([*found, *_onto_nodes(source, found[:BEST], cluster, ways)], key=best)
     if source.deep:
         while not found[0].whole:
             found = sorted([source.whole(found[0], cluster), *found[1:]], key=best)
@@ -135,6 +137,19 @@ def plan(
         tuple(found), cluster, ranks, asked, capacity, tokens, dollars, networks, fewer=fewer,
         seconds=time.perf_counter() - begun, resident=(_resident(), *others),
     )  # fmt: skip
+
+
+def _onto_nodes(
+    source: _Source, prices: Sequence[Price], cluster: Cluster, ways: Callable[[Way], bool]
+) -> Iterator[Price]:
+    """Those of these ways that wait for a network between nodes, with units that stay cut over a node until backward
+    (`Policy.reshard_onto`)."""
+    for way in [price.way for price in prices if price.bound == "network"]:
+        node = max(cluster.node // way.tp, 1)
+        if way.policy.shard == "zero3" and way.policy.reshard_onto is None and 1 < node < way.shard:
+            other = replace(way, policy=replace(way.policy, reshard_onto=node))
+            if way.shard % node == 0 and ways(other):
+                yield from _priced(source, [other], cluster, [])
 
 
 def _resident() -> int:

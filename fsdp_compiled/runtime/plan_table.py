@@ -39,6 +39,7 @@ class Way:
         mesh = " x ".join(f"{axis} {size}" for axis, size in self.mesh.items())
         rest = ", offload" if policy.offload else ", full sums" if policy.accumulate == "full" else ""
         rest += ", eager" if policy.lower == "eager" else ""
+        rest += f", onto {policy.reshard_onto}" if policy.reshard_onto is not None else ""
         return f"{policy.shard} {mesh}, {self.rows}x{self.microbatches} rows, recompute {policy.recompute}{rest}"
 
     @property

@@ -93,9 +93,11 @@ def test_a_price_is_what_simulate_says() -> None:
         return plain and way.tp == way.rows == way.replicate == 1
 
     made: Plans = fsdp_compiled.plan(config, "16xH100", node=4, nic="100Gb/s", seq=256, ways=asked, processes=2)  # type: ignore[operator]
-    assert len(made.prices) == 2 and made.best.whole and not made.prices[1].whole
+    assert len(made.prices) == 4 and made.best.whole and not made.prices[-1].whole
+    assert made.best.way.policy.reshard_onto == 4, "between nodes, the network bounds all of them"
+    assert sum(price.way.policy.reshard_onto is None for price in made.prices) == 2
     assert len(made.resident) == 2 and min(made.resident) > 2**27 and " + " in str(made).splitlines()[-1]
-    assert [*_priced(_Source(config, 256), [made.prices[1].way], made.cluster, [])] == [made.prices[1]]
+    assert [*_priced(_Source(config, 256), [made.prices[-1].way], made.cluster, [])] == [made.prices[-1]]
     policies = [pasted(made, price) for price in made.prices]
     with traced(*of_config(config, 8, 1, 256), {"shard": 16}, made.cluster, policies[0]) as step:  # as `simulate` does
         said = [step.estimate(policy, 16, 1, made.cluster) for policy in policies]

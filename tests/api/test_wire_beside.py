@@ -25,6 +25,7 @@ RUN: list[tuple[str, dict[str, Any]]] = [
     ("shard", {"shard": "zero2"}),
     ("shard", {"shard": "zero1"}),
     ("shard", {"shard": "ddp"}),
+    ("reshard_onto", {"reshard_onto": 2}),
     ("precision", {"precision": BF16}),
     ("clip", {"clip": 0.1}),
     ("clip_value", {"clip_value": 0.01}),
@@ -67,13 +68,21 @@ def trained(given: dict[str, Any]) -> Simulation:
     optimizer = torch.optim.AdamW(model.parameters(), lr=RATE)
     generator = torch.Generator().manual_seed(1)
     batches = []
+    ranks = 4 if "reshard_onto" in given else 2
     for _ in range(2):
-        rows = [torch.randn(ROWS, WIDTH, generator=generator) for _ in range(2)]
+        rows = [torch.randn(ROWS, WIDTH, generator=generator) for _ in range(2)] * (ranks // 2)
         batches.append([(x, (x.sum(1) > 0).long()) for x in rows])
     policy = Policy(**{"lower": "eager", "bucket_mb": 0, **given})
     count = 2 if "accumulate" in given else 1
     return simulate(
-        model, optimizer, loss, batches * (STEPS * count // 2), policy, microbatches=count, traced_as="beside"
+        model,
+        optimizer,
+        loss,
+        batches * (STEPS * count // 2),
+        policy,
+        microbatches=count,
+        traced_as="beside",
+        shard=ranks,
     )
 
 

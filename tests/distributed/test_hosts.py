@@ -89,6 +89,24 @@ def test_a_cable_that_is_put_back_is_waited_for_and_the_wire_carries_what_the_pr
     assert found["said"] <= found["sent"] <= 1.05 * found["said"]
 
 
+def test_what_neighbours_gather_stays_in_their_host(tmp_path: Path) -> None:
+    """Two hosts of two ranks: backward's gathers cross no cable, and the numbers are the same."""
+    found: dict[str, dict[str, Any]] = {}
+    with hosts(2, gbps=1, delay=0.001) as among:
+        for kind in ("units", "neighbours"):
+            (tmp_path / kind).mkdir()
+            job = Job(tmp_path / kind, among, 2, kind, 8, None)
+            job.wait_for_end(2)
+            found[kind] = job.result
+    every, fewer = found["units"], found["neighbours"]
+    assert fewer["weights"] == every["weights"]
+    # Four gathers, four reductions, which over gloo count twice, and two of the gathers again: the last layer's stays,
+    # and backward does not read the first one.
+    assert fewer["said"] / every["said"] == pytest.approx(12 / 14, rel=0.01)
+    for one in found.values():
+        assert one["said"] <= one["sent"] <= 1.05 * one["said"], found
+
+
 # What a pulled cable interrupts -> what each host's ranks say. The second one is cut off from the store.
 @pytest.mark.parametrize(
     ("kind", "gbps"),

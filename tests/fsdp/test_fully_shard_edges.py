@@ -251,7 +251,7 @@ def dual(model: nn.Module) -> Any:
         ),
         (lambda: fully_shard(net(), shard_placement_fn=lambda one: Replicate()), r"expected None or Shard\(dim\)"),
         (lambda: fully_shard(net(), shard_placement_fn=on_a_mesh), "gives another mesh for"),
-        (lambda: fully_shard(net(), reshard_after_forward=3), "reshard_after_forward=3"),
+        (lambda: fully_shard(net(), reshard_after_forward=3), "reshard_after_forward is 3"),
         (lambda: fully_shard(net(), policy=Policy(clip=1.0)), "clip_grad_norm_"),
         (lambda: fully_shard(nn.ModuleList([nn.Linear(2, 2)])), "do not implement forward"),
         (lambda: fully_shard(fully_shard(net())), "before"),

@@ -1,9 +1,10 @@
 """Trains on several hosts, one step after another, and writes what each rank comes to.
 
 hosts.py RESULT FOLDER KIND STEPS under torchrun or forked. KIND: step; save (each step is saved; goes on from the
-newest of what is saved); exchange (local steps, exchanged after every third, two steps on the way). A rank's lines, in
-FOLDER/rank<r>.jsonl, are where it is, a step each, and its error. RESULT: a digest of all weights, and what the network
-card of rank 0's host sent meanwhile, beside what the program says.
+newest of what is saved); exchange (local steps, exchanged after every third, two steps on the way); units (a layer
+each); neighbours (the same, and each host keeps units until backward). A rank's lines, in FOLDER/rank<r>.jsonl, are
+where it is, a step each, and its error. RESULT: a digest of all weights, and what the network card of rank 0's host
+sent meanwhile, beside what the program says.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from bench import fewer_bytes
 from bench.hosts import sent
 from fsdp_compiled import OuterSGD, Policy, compile_sharded
 from fsdp_compiled.distributed import watchdog
+from fsdp_compiled.plan.plan import axis_of
 
 WIDTH, COUNTED = 256, 5  # steps, the last ones, whose bytes are counted
 
@@ -43,9 +45,12 @@ def run(result: Path, folder: Path, kind: str, steps: int, tell: Callable[[dict[
     kinds: dict[str, dict[str, Any]] = {
         "exchange": {"shard": "ddp", "sync_every": 3, "outer": OuterSGD(overlap=2)},
         "save": {"network": "measure"},
+        "units": {"bucket_mb": 0},
+        "neighbours": {"bucket_mb": 0, "reshard_onto": 2},
     }
     fields = kinds.get(kind, {})
-    sharded = compile_sharded(model, optimizer, loss=loss, policy=Policy(lower="eager", **fields))
+    units = nn.Linear if "bucket_mb" in fields else None
+    sharded = compile_sharded(model, optimizer, loss=loss, policy=Policy(lower="eager", **fields), units=units)
     first = sharded.load(folder / "saved") if kind == "save" and (folder / "saved").exists() else 0
     tell({"host": os.uname().nodename, "pid": os.getpid(), "first": first, "network": sharded.plan.policy.network})
     before = sent()
@@ -61,8 +66,8 @@ def run(result: Path, folder: Path, kind: str, steps: int, tell: Callable[[dict[
     weights = sharded.full_state_dict()
     if rank == 0:
         digest = hashlib.sha256(b"".join(value.numpy().tobytes() for value in weights.values())).hexdigest()
-        said = COUNTED * fewer_bytes.sent(sharded.program, dist.get_world_size(), twice="reduce")
-        result.write_text(json.dumps({"weights": digest, "sent": own, "said": said}))
+        said = fewer_bytes.sent(sharded.program, dist.get_world_size(), "reduce", inside=axis_of(2))
+        result.write_text(json.dumps({"weights": digest, "sent": own, "said": COUNTED * said}))
     dist.destroy_process_group()
 
 

@@ -46,6 +46,7 @@ from fsdp_compiled.runtime.tensor_parallel.parts import (
 
 # The fields of `Policy` that a loop of the user's decides by itself, each with the place where it does.
 ELSEWHERE = {
+    "reshard_onto": "Pass it as reshard_after_forward=.",
     "clip": "Call torch.nn.utils.clip_grad_norm_(model.parameters(), ...) in the loop.",
     "clip_value": "Call torch.nn.utils.clip_grad_value_(model.parameters(), ...) in the loop.",
     "loss_scale": "Use torch.amp.GradScaler in the loop.",
@@ -85,7 +86,8 @@ def fully_shard(
         that there are; without ``torchrun``, a world of one.
     reshard_after_forward
         True, or None: parameters are freed after forward and gathered again for backward, but for the unit that
-        backward needs first. False: they are kept.
+        backward needs first. A number of ranks, as the 8 of a node: until then each rank keeps its part of them as cut
+        over so many neighbours, and backward gathers among these. False: they are kept.
     shard_placement_fn
         Gives the placement of each parameter: ``Shard(dim)``, of a dim that the ranks along the shard axis divide, or
         None for ``Shard(0)``, whose rows need not be a multiple of them.
@@ -233,17 +235,15 @@ def _check_offload(offload: OffloadPolicy, device: torch.device) -> None:
         )
 
 
-def _reshard(wanted: bool | int | None, world: int) -> bool | None:
+def _reshard(wanted: bool | int | None, world: int) -> bool | int:
     if wanted is None or isinstance(wanted, bool):
-        return wanted
-    if not isinstance(wanted, int):
-        raise ValueError(f"reshard_after_forward is {wanted!r}; expected True, False or None.")
-    if wanted in (1, world):
-        return wanted == world
-    raise NotImplementedError(
-        f"reshard_after_forward={wanted}, onto a part of the ranks, is not supported by fsdp_compiled.fully_shard. "
-        "Give True, which frees more, or False, which gathers less."
-    )
+        return wanted is not False
+    if not isinstance(wanted, int) or wanted < 1 or world % wanted:
+        raise ValueError(
+            f"reshard_after_forward is {wanted!r}; expected True, False, None, or a number of ranks that divides the "
+            f"{world} along the shard axis."
+        )
+    return wanted == world if wanted in (1, world) else wanted
 
 
 def _managed(modules: Sequence[nn.Module]) -> Iterator[nn.Module]:

@@ -130,7 +130,7 @@ def _alike(first: ParameterGroup, second: ParameterGroup) -> bool:
     """Whether these two groups may share collectives."""
     return (
         first.device_mesh == second.device_mesh
-        and (first.reshard_after_forward is not False) == (second.reshard_after_forward is not False)
+        and first.reshard_after_forward == second.reshard_after_forward
         and first.division == second.division
         and (first.all_reduce_hook is None) == (second.all_reduce_hook is None)
         and [first.precision.param_dtype, first.precision.reduce_dtype]

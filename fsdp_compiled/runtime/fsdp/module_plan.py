@@ -45,6 +45,7 @@ class Lent:
 
     shards: dict[str, torch.Tensor]
     buffers: dict[str, torch.Tensor]
+    rank: torch.Tensor  # int64[1], along the shard axis
     plain: dict[str, torch.Tensor] = field(default_factory=dict)
     opened: dict[str, torch.Tensor] = field(default_factory=dict)
     constants: dict[str, torch.Tensor] = field(default_factory=dict)  # that programs write to
@@ -77,7 +78,7 @@ class Lent:
     def holders(self, compiled: Compiled) -> Mapping[str, Mapping[str, torch.Tensor]]:
         """For each kind of program input but the batch, the dictionary that holds the tensors."""
         return {"shard": self.shards, "buffer": self.buffers, "plain": self.opened,
-                "constant": compiled.constants(self),
+                "constant": compiled.constants(self), "rank": {"": self.rank},
                 "drawn": {"": self.drawn} if self.drawn is not None else {}}  # fmt: skip
 
 
@@ -162,6 +163,7 @@ def make(
     buffers = ModuleBuffers(module, mesh.device)
     random = LoopRandom(mesh.device, mesh.rank) if mesh.tp > 1 else None
     lent = Lent({key: row.tensor for key, row in rows.items()}, buffers.tensors(),
+                torch.tensor([mesh.shard_rank], device=mesh.device),
                 drawn=random.drawn if random is not None else None)  # fmt: skip
     lent.take(plain)
     known = {id(one.entry.parameter): one for group in groups for one in group.extended}
@@ -200,6 +202,8 @@ def _trained(plan: Plan, plain: Mapping[str, torch.Tensor]) -> tuple[str, str]:
     ]
     names = [name for name, (trained, *_) in slots.items() if trained]
     said = f"{count} of {len(slots)} trained"
+    if onto := sorted({*plan.neighbours.values()}):
+        said += f", resharded onto {' and '.join(map(str, onto))} ranks"
     note = "" if count == len(slots) else f", {said} ({_digest(names)})"
     return f"{said} ({_digest([slots, units, plan.policy])})", note
 
@@ -229,7 +233,7 @@ def units_of(module: nn.Module, groups: Sequence[ParameterGroup], rows: dict[str
             together_as = replace(together_as, division=run[0].division, hooked=hooked)
             buffers.append(replace(together_as, precision=run[0].precision))
             rows[key] = row
-        yield Unit(unit, tuple(buffers), run[0].reshard_after_forward is not False)
+        yield Unit(unit, tuple(buffers), run[0].reshard_after_forward)
 
 
 def _buffer(flat: FlatShard, path: str, names: Mapping[int, list[str]]) -> Buffer:

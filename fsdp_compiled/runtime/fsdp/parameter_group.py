@@ -155,7 +155,7 @@ class ParameterGroup:
         device_mesh: DeviceMesh,
         mesh: Mesh,
         precision: MixedPrecisionPolicy,
-        reshard: bool | None,
+        reshard: bool | int,
     ) -> None:
         self.modules, self.device_mesh, self.mesh = tuple(modules), device_mesh, mesh
         self.all_axes = beside(device_mesh, mesh.tp_mesh) if mesh.tp_mesh is not None else device_mesh

@@ -20,6 +20,7 @@ from fsdp_compiled.capture.across_tp import check_same, differing, digests, mark
 from fsdp_compiled.capture.captured import Capture
 from fsdp_compiled.capture.dynamic_shapes import traced_with
 from fsdp_compiled.distributed.call_log import Calls
+from fsdp_compiled.distributed.device_mesh import connect_neighbours
 from fsdp_compiled.distributed.mesh import (
     Interrupted,
     Mesh,
@@ -118,6 +119,7 @@ class ProgramMaker:
         """capture -> passes -> fit to memory -> fusions -> check -> agree -> partition -> compile -> graph"""
         begun = time.perf_counter()
         label = request.label
+        connect_neighbours(self.mesh, self.plan.neighbours.values())
         spec = self._spec(request, buffers, rules)
 
         def trace() -> Capture:
