@@ -29,6 +29,12 @@ def test_a_loop_of_another_framework_leaves_what_it_leaves_with_fsdp2(found: dic
     assert found[loop]["ours"] == found[loop]["FSDP2"]
 
 
+def test_the_seq2seq_trainer_predicts_with_generate_of_a_tied_t5(found: dict[str, Any]) -> None:
+    (shown, loss), (expected, whole), beyond = found["translated"]
+    assert shown == expected and beyond == 0
+    assert loss == pytest.approx(whole, rel=1e-6)
+
+
 def test_another_rate_is_told_apart(found: dict[str, Any]) -> None:
     fsdp2, broken = found["accelerated"]["FSDP2"][1:], found["broken"]
     assert 0 < len(broken) < len(fsdp2) and broken != fsdp2[: len(broken)]

@@ -236,6 +236,14 @@ def on_a_mesh(parameter: nn.Parameter) -> Any:
     return SimpleNamespace(placement=None, mesh_info=object())
 
 
+def left_behind(model: Any) -> None:
+    """Backward through a whole parameter that is none any more."""
+    model.unshard()
+    result = model[0].weight.square()
+    model.reshard()
+    result.sum().backward()
+
+
 def dual(model: nn.Module) -> Any:
     """Forward differentiation, of the input."""
     with torch.autograd.forward_ad.dual_level():
@@ -261,6 +269,7 @@ def dual(model: nn.Module) -> Any:
         (lambda: fully_shard(net()).set_gradient_divide_factor(0.0), "positive number"),
         (lambda: fully_shard(net()).set_custom_all_gather(print), "programs make their own collectives"),
         (lambda: hooked_late(fully_shard(net())), "set_all_reduce_hook was called on a FSDPSequential between"),
+        (lambda: left_behind(fully_shard(net())), "was given a gradient while it was unsharded"),
         (lambda: torch.func.vjp(fully_shard(net()), torch.randn(2, 6)), "torch.func transform"),
         (
             lambda: fully_shard(nn.Sequential(nn.ReLU(inplace=True), nn.Linear(6, 6)))(

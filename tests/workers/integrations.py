@@ -191,6 +191,41 @@ def trained(face: str) -> list[Any]:
     return [*found, sorted(str(one.relative_to(there)) for one in Path(there).rglob("*.*"))]
 
 
+def translated() -> list[Any]:
+    """The Seq2SeqTrainer, which evaluates by `generate`, of a T5, whose embedding both halves and the head have in
+    common: FSDP2 refuses it. What it generates and its loss, and those of the trained weights in one process."""
+    from transformers import PrinterCallback, Seq2SeqTrainer, Seq2SeqTrainingArguments, T5Config
+    from transformers import T5ForConditionalGeneration as T5
+
+    as_new()
+    torch.manual_seed(0)
+    config = T5Config(
+        vocab_size=VOCABULARY, d_model=WIDTH, d_kv=8, d_ff=32, num_layers=1, num_heads=2, pad_token_id=0,
+        eos_token_id=1, decoder_start_token_id=0, dropout_rate=0.0, initializer_factor=4.0,
+    )  # fmt: skip
+    data = [{"input_ids": row, "labels": row} for row in rows(16)]
+    arguments = Seq2SeqTrainingArguments(
+        output_dir=folder(), use_cpu=True, per_device_train_batch_size=2, per_device_eval_batch_size=2, max_steps=2,
+        report_to=[], learning_rate=1e-2, seed=7, disable_tqdm=True, dataloader_pin_memory=False, save_strategy="no",
+        predict_with_generate=True, generation_max_length=6, generation_num_beams=2,
+        fsdp="full_shard", fsdp_config={"version": 2, "transformer_layer_cls_to_wrap": ["T5Block"]},
+    )  # fmt: skip
+    made = Seq2SeqTrainer(T5(config), arguments, train_dataset=data[:8], eval_dataset=data[8:])
+    made.remove_callback(PrinterCallback)
+    switch("ours", made)
+    before = digest(made.model)
+    made.train()
+    assert digest(made.model) != before
+    found = made.predict(data[8:])
+    plain = T5(config).eval()
+    plain.load_state_dict({name: one.full_tensor() for name, one in made.model.state_dict().items()})
+    tokens = torch.stack(rows(16)[8:])
+    expected = plain.generate(tokens, max_length=6, num_beams=2)
+    loss = plain(input_ids=tokens, labels=tokens).loss.item()
+    shown = [found.predictions[:, : expected.shape[1]].tolist(), found.metrics["test_loss"]]
+    return [shown, [expected.tolist(), loss], int(found.predictions[:, expected.shape[1] :].sum())]
+
+
 def broken() -> list[Any]:
     """An epoch of this package, with another rate: what must be told apart from FSDP2's."""
     return accelerated("ours", lr=1.01e-2, once=True)[1:]
@@ -201,7 +236,8 @@ LOOPS = {loop.__name__: loop for loop in (accelerated, half, efficient, trained)
 
 def main(*names: str) -> dict[str, Any]:
     warnings.simplefilter("ignore")
-    return {name: {face: LOOPS[name](face) for face in ("FSDP2", "ours")} for name in names} | {"broken": broken()}
+    found: dict[str, Any] = {name: {face: LOOPS[name](face) for face in ("FSDP2", "ours")} for name in names}
+    return found | {"broken": broken(), "translated": translated()}
 
 
 if __name__ == "__main__":

@@ -44,22 +44,27 @@ def _refusing(what: str, cure: str) -> Callable[..., NoReturn]:
 class _OwnGathered:
     """What ``torch.distributed.fsdp.register_fsdp_forward_method`` asks for, as the Trainer of transformers calls it.
 
-    Its methods gather the parameters of the module itself around a method that runs without gradients. Modules inside,
-    which ``generate`` calls, for example, gather their own. A method that computes with parameters and gradients fails,
-    since the parameters are DTensors and its inputs are not; our `register_fsdp_forward_method` compiles it.
+    Its methods gather the parameters of the module itself around a method, and those that it shares with modules
+    inside. These, which ``generate`` calls, for example, gather their own. Backward through what a method computed with
+    them is refused (`ParameterGroup.unshard`); our `register_fsdp_forward_method` compiles the method.
     """
 
     def __init__(self, group: ParameterGroup) -> None:
         self._group = group
 
     def _pre_forward(self, module: Any, args: Any, kwargs: Any) -> Any:
-        if not torch.is_grad_enabled():
-            self._group.unshard()
+        for group in self._groups(module):
+            group.unshard()
         return args, kwargs
 
     def _post_forward(self, module: Any, args: Any, output: Any) -> Any:
-        self._group.reshard()
+        for group in self._groups(module):
+            group.reshard()
         return output
+
+    def _groups(self, module: nn.Module) -> list[ParameterGroup]:
+        inside = dict.fromkeys(state.group for state in states_in(module))
+        return [group for group in inside if group is self._group or group.is_tied_outside]
 
     def __getattr__(self, name: str) -> NoReturn:
         raise NotImplementedError(

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import starmap
 from operator import attrgetter, is_
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
@@ -347,9 +347,16 @@ class ParameterGroup:
 
     # What the user may call between calls of the model.
 
+    @property
+    def is_tied_outside(self) -> bool:
+        """Whether a parameter is also one of a module outside of these."""
+        inside = {part for module in self.modules for part in module.modules()}
+        return any(holder not in inside for entry in self.entries for holder, _ in entry.holders)
+
     @torch.no_grad()
     def unshard(self) -> None:
-        """Registers whole, plain parameters with the modules, in the compute dtype. Collective."""
+        """Registers whole, plain parameters with the modules, in the compute dtype. Collective. A backward that would
+        leave a gradient in one of them raises ``RuntimeError``, also after `reshard`."""
         if self.unsharded:
             return
         world = self.mesh.shard
@@ -371,6 +378,8 @@ class ParameterGroup:
         whole = nn.Parameter(values, entry.parameter.requires_grad)
         for module, name in entry.holders:
             module._parameters[name] = whole
+        if whole.requires_grad:
+            whole.register_post_accumulate_grad_hook(_lost)
         self.unsharded.append((whole, whole._version))
 
     def reshard(self) -> None:
@@ -384,9 +393,13 @@ class ParameterGroup:
                 module._parameters[name] = entry.parameter
         for made, version in held:
             if made._version != version or made.grad is not None:
-                what = "written to" if made.grad is None else "given a gradient"
-                raise RuntimeError(
-                    f"A parameter of shape {list(made.shape)} was {what} while it was unsharded, which would be lost: "
-                    "the sharded parameter is what is trained. Write to that one, after reshard(); to compute with "
-                    "gradients, call the module that fully_shard was called on, or register_fsdp_forward_method."
-                )
+                _lost(made)
+
+
+def _lost(made: torch.Tensor) -> NoReturn:
+    what = "written to" if made.grad is None else "given a gradient"
+    raise RuntimeError(
+        f"A parameter of shape {list(made.shape)} was {what} while it was unsharded, which would be lost: the sharded "
+        "parameter is what is trained. Write to that one, after reshard(); to compute with gradients, call the module "
+        "that fully_shard was called on, or fsdp_compiled.register_fsdp_forward_method."
+    )
