@@ -310,6 +310,7 @@ def recipes(draw: st.DrawFn, shards: tuple[str, ...] = ("zero3", "zero2", "zero1
         for kind in kinds
     )
     shard, replicate = draw(st.sampled_from([(2, 1), (3, 1), (4, 1), (2, 2)]))
+    placement = draw(st.sampled_from(shards))
     return Recipe(
         blocks,
         width=draw(st.sampled_from([1, 3, 5, 7])),
@@ -320,7 +321,8 @@ def recipes(draw: st.DrawFn, shards: tuple[str, ...] = ("zero3", "zero2", "zero1
         groups=draw(st.sampled_from(["one", "two", "some"])),
         optimizer=draw(st.sampled_from(["sgd", "adamw"])),
         policy=Policy(
-            shard=draw(st.sampled_from(shards)),
+            shard=placement,
+            reshard_onto=draw(st.sampled_from([None, 2])) if placement == "zero3" and shard != 3 else None,
             clip=draw(st.sampled_from([None, 0.5])),
             bucket_mb=draw(st.sampled_from([0, "auto", 0.0004, 0.001])),
             lower="eager",

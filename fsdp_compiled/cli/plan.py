@@ -11,6 +11,7 @@ from typing import Any
 
 from fsdp_compiled.cli.options import positive, whole
 from fsdp_compiled.cli.simulate import setup_of
+from fsdp_compiled.policy import Policy
 from fsdp_compiled.runtime.plan_search import ROWS, plan
 
 TRIED = ", ".join(map(str, ROWS))  # rows of a microbatch, and ranks along tp
@@ -42,6 +43,10 @@ def add_plan_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--seq", type=whole, default=8192, metavar="N", help="tokens in a row (%(default)s)")
     parser.add_argument("--batch", type=whole, metavar="N", help="rows of a step, over all GPUs (one microbatch each)")
+    parser.add_argument(
+        "--precision", choices=("bfloat16", "float32"), default="bfloat16",
+        help="what is computed and gathered in; gradients are reduced in float32 (%(default)s)",
+    )  # fmt: skip
     parser.add_argument("--memory", type=positive, metavar="GIB", help="of a GPU that a step may use (its own, less 2)")
     parser.add_argument("--tokens", type=positive, metavar="N", help="to train on, such as 1e12: for days and cost")
     parser.add_argument("--dollars", type=positive, metavar="X", help="of a GPU's hour: for the cost")
@@ -68,6 +73,7 @@ def run_plan(options: argparse.Namespace, _: Sequence[str]) -> int:
         model_of(options.model), options.gpus, options.node, options.nic, seq=options.seq, batch=options.batch,
         memory=options.memory, tokens=options.tokens, dollars=options.dollars, picture=options.picture is not None,
         ways=lambda way: way.tp in options.tp and way.rows in options.rows, processes=2,
+        policy=Policy() if options.precision == "float32" else None,
     )  # fmt: skip
     if options.json is not None:
         options.json.write_text(found.json() + "\n")

@@ -211,6 +211,9 @@ def _for_wire(plan: Plan, lane: str, full: bool) -> str:
     if not full and lane == "gathers":
         return "the wire is idle in between: try a larger Policy.prefetch, and Policy.limit with it"
     again = sum(buffer.nbytes for buffer in plan.buffers if buffer.unit in plan.resharded)
+    node = plan.machine.node // plan.tp
+    if lane == "gathers" and again and not plan.neighbours and 1 < node < plan.shard and plan.shard % node == 0:
+        return f"try Policy(reshard_onto={node}), whose second gathers stay in a node"
     if lane == "gathers" and plan.policy.shard == "zero3" and again:
         return f'try Policy(shard="zero2"), which gathers once, if {human(again)} more fit a rank'
     dtypes = {plan.reduce_dtype(b) if lane == "reductions" else plan.compute_dtype(b) for b in plan.buffers}

@@ -262,7 +262,10 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: py
     assert main("plan --model mine_to_plan:setup --gpus 4xRTX4090 --batch 8 --json ways.json --most 3".split()) == 0
     said = capsys.readouterr().out
     assert "4 x rtx4090, nodes of 4" in said and "policy = Policy(" in said and "more" in said
+    assert "MixedPrecisionPolicy(torch.bfloat16" in said
     assert json.loads((tmp_path / "ways.json").read_text())["inputs"]["gpus"] == "4xrtx4090"
+    assert main("plan --model mine_to_plan:setup --gpus 4xRTX4090 --batch 8 --precision float32".split()) == 0
+    assert "MixedPrecisionPolicy" not in capsys.readouterr().out
 
 
 def test_rows_that_are_not_tried_are_no_option(capsys: pytest.CaptureFixture[str]) -> None:

@@ -90,6 +90,7 @@ def test_what_bounds_a_step_is_the_largest_part_of_it() -> None:
 
     inductor = replace(plan, policy=replace(plan.policy, lower="inductor"))
     zero2 = replace(plan, policy=replace(plan.policy, shard="zero2"))
+    nodes = replace(plan, shard=32, machine=replace(plan.machine, node=8))
     for where, given, bound, cure in (
         (plan, step(0.1, 0.8, 0.1), "compute (80%", 'lower="inductor"'),
         (inductor, step(0.1, 0.8, 0.1), "compute (80%", "no field of Policy"),
@@ -97,6 +98,7 @@ def test_what_bounds_a_step_is_the_largest_part_of_it() -> None:
         (plan, step(0.7, 0.2, 0.7), "waiting for gathers (70%", "Policy.prefetch"),
         (plan, step(0.7, 0.2, 0.9), "waiting for gathers (70%", 'shard="zero2"'),
         (zero2, step(0.7, 0.2, 0.9), "waiting for gathers (70%", "param_dtype=torch.bfloat16"),
+        (nodes, step(0.7, 0.2, 0.9), "waiting for gathers (70%", "reshard_onto=8"),
     ):
         said = sentence(where, program, given)
         assert f"bound by {bound}" in said and cure in said, said

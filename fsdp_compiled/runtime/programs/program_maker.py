@@ -295,7 +295,7 @@ class ProgramMaker:
         """Compiles each distinct piece on one of the ranks that share code; the others wait for its cache on disk."""
         made: dict[str, Call] = {}
         if lowering.pieces and self.ranks.world > 1:
-            place, count = among(self.together(lambda: cache_place(self.plan.device)), self.ranks)
+            place, count = among(self.together(lambda: str(cache_place(self.plan.device))), self.ranks)
             made = self.together(lambda: compile_all(divide(lowering.pieces, count)[place]))
         return made | self.together(lambda: compile_all(lowering.pieces))
 
