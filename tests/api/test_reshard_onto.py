@@ -68,6 +68,8 @@ def same(one: Simulation, two: Simulation) -> bool:
         (8, 1, 2, {"wire": "int8"}),
         (4, 1, 2, {"accumulate": "full"}),
         (4, 1, 2, {"recompute": "unit", "limit": 2}),
+        (4, 1, 2, {"offload": True}),
+        (4, 1, 2, {"loss_scale": "dynamic", "clip": 0.1, "weigh": "rows"}),
     ],
 )
 def test_numbers_are_those_without(shard: int, replicate: int, onto: int, fields: dict[str, Any]) -> None:
