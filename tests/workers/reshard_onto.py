@@ -15,7 +15,6 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.fsdp import fully_shard as theirs
-from torch.profiler import profile
 
 from fsdp_compiled import Policy, compile_sharded, fully_shard
 from tests.launch import answer, of_all, told
@@ -94,19 +93,6 @@ def loss_of(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     return F.cross_entropy(model(x).float(), y)
 
 
-def sent() -> Any:
-    """What the ranks gather: of a step's collectives, by the group's size."""
-    model = net()
-    policy = Policy(lower="eager", bucket_mb=0, reshard_onto=2)
-    sharded = compile_sharded(model, optimizer_of(model), loss=loss_of, policy=policy)
-    sharded.step(*batches()[0])
-    with profile(record_shapes=True) as profiled:
-        sharded.step(*batches()[1])
-    names = [event.name for event in profiled.events() if event.name.startswith("gloo:")]
-    lines = [line for line in str(sharded.program).splitlines() if "all_gather" in line]
-    return len(names), sum("along shard" in line for line in lines), sum("each 2 ranks" in line for line in lines)
-
-
 def disagree() -> Any:
     """Ranks that give other numbers: an error on each, in its first call."""
     own = 2 if dist.get_rank() else True
@@ -137,7 +123,7 @@ def several_models() -> Any:
 
 
 def main() -> list[Any]:
-    cases = (is_fsdp2, is_what_it_is_without, sent, refused, several_models, disagree)
+    cases = (is_fsdp2, is_what_it_is_without, refused, several_models, disagree)
     return of_all({case.__name__: case() for case in cases})
 
 
