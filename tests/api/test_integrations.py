@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed.fsdp as theirs
 
 from tests.chosen import chosen, selected
@@ -29,6 +30,7 @@ def test_a_loop_of_another_framework_leaves_what_it_leaves_with_fsdp2(found: dic
     assert found[loop]["ours"] == found[loop]["FSDP2"]
 
 
+@pytest.mark.skipif(torch.__version__ < "2.13", reason="Dynamo copies a configuration from torch 2.13 on")
 def test_the_seq2seq_trainer_predicts_with_generate_of_a_tied_t5(found: dict[str, Any]) -> None:
     (shown, loss), (expected, whole), beyond = found["translated"]
     assert shown == expected and beyond == 0
