@@ -133,3 +133,11 @@ def test_it_is_refused() -> None:
     model = fully_shard(Block(OrderedDict(a=1), READ[TEXT][2]))
     with pytest.raises(CaptureError, match="writes it otherwise than Python"):
         model(torch.ones(2, 3))
+
+
+def test_how_hooks_are_called_is_no_text_of_the_models() -> None:
+    """These tables are in an `OrderedDict` of each module, and are fixed when a hook is registered."""
+    model = Block({"a": 1}, READ[TEXT][2])
+    model.register_forward_pre_hook(lambda module, args, named: None, with_kwargs=True)
+    expected = model(torch.ones(2, 3))
+    assert torch.equal(fully_shard(model)(torch.ones(2, 3)), expected)
