@@ -137,7 +137,7 @@ def test_it_is_refused() -> None:
 
 def test_how_hooks_are_called_is_no_text_of_the_models() -> None:
     """These tables are in an `OrderedDict` of each module, and are fixed when a hook is registered."""
-    model = Block({"a": 1}, READ[TEXT][2])
-    model.register_forward_pre_hook(lambda module, args, named: None, with_kwargs=True)
+    model = nn.Sequential(Block({"a": 1}, READ[TEXT][2]))
+    model[0].register_forward_pre_hook(lambda module, args, named: None, with_kwargs=True)
     expected = model(torch.ones(2, 3))
     assert torch.equal(fully_shard(model)(torch.ones(2, 3)), expected)
