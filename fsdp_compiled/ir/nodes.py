@@ -176,6 +176,13 @@ def waited_for(wait: fx.Node) -> fx.Node:
     return source.all_input_nodes[0] if role_of(source) == "part" else source
 
 
+def waits_for(gather: fx.Node) -> list[fx.Node]:
+    """The waits for what a gather brings: one, or one for each of the buffers that it carries, in their order."""
+    several = isinstance(gather.args[0], list | tuple)
+    parts = sorted(gather.users, key=lambda part: part.args[1]) if several else [gather]  # type: ignore[arg-type, return-value]
+    return [next(user for user in part.users if is_wait(user)) for part in parts]
+
+
 def is_view(node: fx.Node) -> bool:
     """Whether the node's result shares memory with one of its inputs, and the node does not write that input."""
     if node.target is operator.getitem:

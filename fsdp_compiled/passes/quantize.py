@@ -37,7 +37,7 @@ import torch
 from torch import fx
 
 from fsdp_compiled.ir.edit import Edit
-from fsdp_compiled.ir.nodes import Mark, is_wait, role_of
+from fsdp_compiled.ir.nodes import Mark, role_of, waits_for
 from fsdp_compiled.ir.program import COUNT, RANK, STEP, Port, Program
 from fsdp_compiled.kernels.operators import PACKED, operators
 from fsdp_compiled.plan.plan import Plan
@@ -84,12 +84,11 @@ def _gather(edit: Edit, node: fx.Node, plan: Plan) -> None:
     sources: list[fx.Node] = list(given) if several else [given]  # type: ignore[arg-type, list-item]
     if not _is_real(sources[0]):
         return
-    parts = sorted(node.users, key=lambda user: user.args[1]) if several else [node]  # type: ignore[arg-type, return-value]
-    waits = [next(user for user in part.users if is_wait(user)) for part in parts]
+    waits = waits_for(node)
     before = [wait.meta["val"] for wait in waits]
     packed = [_kept(edit, one) if role_of(one) == "kept" else _pack(edit, one, 1, node, plan) for one in sources]
     node.args = (packed if several else packed[0], world, axis)
-    for one in (node, *(parts if several else ()), *waits):
+    for one in dict.fromkeys((node, *(wait.all_input_nodes[0] for wait in waits), *waits)):
         edit.infer(one)
     for wait, value in zip(waits, before, strict=True):
 

@@ -51,7 +51,7 @@ import torch
 from torch import fx
 
 from fsdp_compiled.ir.edit import Edit
-from fsdp_compiled.ir.nodes import Mark, gathered, is_random, positions
+from fsdp_compiled.ir.nodes import Mark, gathered, is_random, positions, role_of, waits_for
 from fsdp_compiled.ir.program import RANK, Program
 from fsdp_compiled.plan.plan import Plan, axis_of
 from fsdp_compiled.plan.units import innermost
@@ -82,12 +82,9 @@ def _gather_among_neighbours(edit: Edit, plan: Plan, clones: Mapping[fx.Node, fx
     ``clones``: backward's gathers, by forward's."""
     places: dict[int, fx.Node] = {}  # this rank's among so many neighbours
     for gather, again in clones.items():
-        mark: Mark = gather.meta.get("mark", Mark("view"))
-        ranks = plan.neighbours.get(mark.unit)
-        if mark.role != "gather" or ranks is None:
+        if role_of(gather) != "gather" or (ranks := plan.neighbours.get(gather.meta["mark"].unit)) is None:
             continue
-        parts = sorted(gather.users, key=lambda part: part.args[1]) if _several(gather) else [gather]  # type: ignore[arg-type, return-value]
-        waits = [next(iter(part.users)) for part in parts]
+        waits = waits_for(gather)
         if not any(user.op == "call_function" for wait in waits for user in wait.users):
             continue  # forward has no use for it, and gathers nothing
         if ranks not in places:
@@ -101,12 +98,8 @@ def _gather_among_neighbours(edit: Edit, plan: Plan, clones: Mapping[fx.Node, fx
                 rows = edit.call(aten.view.default, wait, [ranks, wait.meta["val"].numel() // ranks], mark=own)
                 row = edit.call(aten.index_select.default, rows, 0, places[ranks], mark=own)
                 kept.append(edit.call(aten.view.default, row, [row.meta["val"].numel()], mark=own))
-        again.args = (kept if _several(gather) else kept[0], ranks, axis_of(ranks))
-
-
-def _several(gather: fx.Node) -> bool:
-    """Whether it gathers several buffers."""
-    return isinstance(gather.args[0], list | tuple)
+        several = isinstance(gather.args[0], list | tuple)
+        again.args = (kept if several else kept[0], ranks, axis_of(ranks))
 
 
 def _turning_unit(graph: fx.Graph, chains: dict[str, set[fx.Node]]) -> str | None:
