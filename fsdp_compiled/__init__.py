@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from fsdp_compiled.policy import LossScale as LossScale
     from fsdp_compiled.policy import OuterSGD as OuterSGD
     from fsdp_compiled.policy import Policy as Policy
+    from fsdp_compiled.policy import Rendezvous as Rendezvous
     from fsdp_compiled.runtime.chunked_loss import chunked_cross_entropy as chunked_cross_entropy
     from fsdp_compiled.runtime.fsdp.fully_shard import CPUOffloadPolicy as CPUOffloadPolicy
     from fsdp_compiled.runtime.fsdp.fully_shard import FSDPModule as FSDPModule
@@ -57,6 +58,7 @@ _MODULES = {  # where each is; what a type checker reads above says the same
     "Program": "ir.program",
     "ProgramError": "ir.form",
     "RankError": "distributed.mesh",
+    "Rendezvous": "policy",
     "SequenceAttention": "capture.layers_across_ranks",
     "Sharded": "runtime.sharded",
     "State": "runtime.state",

@@ -134,7 +134,7 @@ def _sharded(
         checked = (*checked[:2], replace(checked[2], network=found))
     if checked is not None:
         leaves, rules, policy = checked
-        if policy.sync_every is not None:
+        if policy.sync_every is not None and policy.rendezvous is None:
             place = own_sites(place, policy.shard)
         failure = device_refusal(policy, place.device) or eager_refusal(policy, rules, place)
         failure = failure or local_refusal(policy, rules, model.modules(), place) or wire_refusal(policy, rules, place)

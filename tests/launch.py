@@ -7,6 +7,7 @@ import functools
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import traceback
@@ -53,6 +54,11 @@ def launch(
             end = log.read_text(errors="replace")[-SHOWN:]
             raise RuntimeError(f"{script.name} on {world} ranks: {reason}. Its output ended with:\n{end}")
         return json.loads(result.read_text())
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return int(server.getsockname()[1])
 
 
 def results_of(script: Path, world: int, *arguments: str, **options: Any) -> Any:

@@ -72,9 +72,9 @@ def step(rules: Sequence[Rule], added: Collection[str] | None = None) -> tuple[P
     return (*begin, *means, *REPORTING, *cleared, clip, update(rules), skip, count_updates, *CLOSING)
 
 
-def outer(plan: Plan, buffers: Iterable[Buffer], late: bool = False) -> Program:
+def outer(plan: Plan, buffers: Iterable[Buffer], late: bool = False, first: bool = False) -> Program:
     """The program that exchanges these buffers between the sites of this plan, which its ``replicate`` axis joins."""
-    return run(shards_of(plan, buffers), plan, (partial(outer_update, late=late), quantize))
+    return run(shards_of(plan, buffers), plan, (partial(outer_update, late=late, first=first or late), quantize))
 
 
 def run(

@@ -12,8 +12,9 @@ The anchor holds the weights after the last exchange. This is DiLoCo (Douillard 
 inner optimizer in each site, and on the mean change `torch.optim.SGD` with Nesterov's momentum, with its operators in
 its own order. One buffer is on the wire while the one before is updated.
 
-Under `OuterSGD.overlap` the exchange is *late*: all buffers are sent first, the program is cut there
-(`lower.split_forward_backward`), and its second half runs some steps later. What a site learned meanwhile stays.
+Under `OuterSGD.overlap` the exchange is *late*: all buffers are sent *first*, the program is cut there
+(`lower.split_forward_backward`), and its second half runs some steps later. What a site learned meanwhile stays. Under
+``Policy.rendezvous`` it is cut there, too, and its second half runs once all sites have what was sent.
 """
 
 from __future__ import annotations
@@ -45,20 +46,20 @@ def shards_of(plan: Plan, buffers: Iterable[Buffer]) -> Program:
     return Program(graph, tuple(ports), ())
 
 
-def outer_update(program: Program, plan: Plan, late: bool = False) -> Program:
+def outer_update(program: Program, plan: Plan, late: bool = False, first: bool = False) -> Program:
     """Moves each shard from its anchor by the mean over the replicate axis."""
     edit = Edit(program)
     sent: list[tuple[Buffer, fx.Node, fx.Node]] = []
     for port, shard in list(edit.inputs.items()):
         buffer = plan.buffer(port.name)
-        with edit.at(edit.end, "backward" if late else "update"):
+        with edit.at(edit.end, "backward" if first else "update"):
             anchor = edit.add_input(Port("in", "state", buffer.key, ANCHOR), shard.meta["val"])
             change = edit.call(aten.sub.Tensor, anchor, shard, mark=Mark("update", buffer.unit, buffer.key))
             mean = change
             if plan.replicate > 1:
                 mark = Mark("reduce", buffer.unit, buffer.key)
                 mean = edit.call(c10d.all_reduce.default, change, "avg", "replicate", mark=mark)
-        if sent and not late:
+        if sent and not first:
             _move(edit, *sent.pop(), plan, late)
         sent.append((buffer, change, mean))
     for one in sent:

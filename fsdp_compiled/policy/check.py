@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from fsdp_compiled.policy.local_steps import LossScale, OuterSGD, is_number
+from fsdp_compiled.policy.local_steps import LossScale, OuterSGD, Rendezvous, is_number
 
 if TYPE_CHECKING:
     from fsdp_compiled.policy.policy import Policy
@@ -91,6 +91,8 @@ def _check_numbers(policy: Policy) -> None:
             raise ValueError(f"Policy.{name} is {value!r}; expected a whole number, {least} or more, or None.")
     if not (policy.outer is None or isinstance(policy.outer, OuterSGD)):
         raise ValueError(f"Policy.outer is a {type(policy.outer).__name__}; expected an OuterSGD, or None.")
+    if not (policy.rendezvous is None or isinstance(policy.rendezvous, Rendezvous)):
+        raise ValueError(f"Policy.rendezvous is a {type(policy.rendezvous).__name__}; expected a Rendezvous, or None.")
     pair = isinstance(policy.network, tuple) and len(policy.network) == 2
     told: tuple[Any, ...] = policy.network if pair else (policy.network,)  # type: ignore[assignment]
     if policy.network not in (None, "measure") and not all(is_number(one) and 0 < one < math.inf for one in told):
@@ -133,12 +135,22 @@ def _check_local_steps(policy: Policy) -> None:
             raise ValueError(
                 f"Policy.outer={policy.outer} moves weights every sync_every steps, which is None. Give it."
             )
+        if policy.rendezvous is not None:
+            raise ValueError(
+                f"Policy.rendezvous={policy.rendezvous} is where sites meet every sync_every steps, which is None. "
+                "Give it."
+            )
         return
     outer = policy.exchange
     if outer.parts > policy.sync_every or outer.overlap >= policy.sync_every:
         raise ValueError(
             f"Policy.outer={outer} with sync_every={policy.sync_every}: expected at most as many parts as steps, and "
             "an overlap of fewer steps, so that a part has arrived before it leaves again."
+        )
+    if policy.rendezvous is not None and (outer.parts > 1 or outer.overlap):
+        raise ValueError(
+            f"Policy.outer={outer} with rendezvous={policy.rendezvous}: what travels beside the next steps cannot be "
+            "sent again when a site leaves. Leave parts and overlap out."
         )
     _check_beside(
         policy, f"sync_every={policy.sync_every}",

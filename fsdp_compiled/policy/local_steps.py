@@ -1,5 +1,5 @@
-"""The settings of loss scaling (for `passes.loss_scale`), and of local steps and their outer optimizer
-(for `passes.outer_update`).
+"""The settings of loss scaling (for `passes.loss_scale`), and of local steps: their outer optimizer
+(for `passes.outer_update`), and where sites meet that come and go (for `distributed.sites`).
 """
 
 from __future__ import annotations
@@ -71,6 +71,29 @@ class OuterSGD:
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < least:
                 raise ValueError(f"OuterSGD.{name} is {value!r}; expected a whole number, {least} or more.")
+
+
+@dataclass(frozen=True)
+class Rendezvous:
+    """Where sites meet that come and go, each of them a job of its own (``torchrun``).
+
+    ``endpoint``: ``"host:port"`` of the store that ``fsdp-compiled rendezvous --port PORT`` serves, for as long as any
+    site trains. ``least``: how many sites there must be, or an exchange waits. ``patience``: seconds after which a
+    site that gives no sign of life is gone, and for which an exchange waits for what a site sends.
+    """
+
+    endpoint: str
+    least: int = 1
+    patience: float = 30.0
+
+    def __post_init__(self) -> None:
+        host, _, port = self.endpoint.rpartition(":") if isinstance(self.endpoint, str) else ("", "", "")
+        if not host or not port.isdecimal():
+            raise ValueError(f'Rendezvous.endpoint is {self.endpoint!r}; expected "host:port".')
+        if not isinstance(self.least, int) or isinstance(self.least, bool) or self.least < 1:
+            raise ValueError(f"Rendezvous.least is {self.least!r}; expected a whole number of sites, 1 or more.")
+        if not (is_number(self.patience) and 0 < self.patience < math.inf):
+            raise ValueError(f"Rendezvous.patience is {self.patience!r}; expected a positive number of seconds.")
 
 
 def sites(shard: str, ranks: int, replicas: int) -> tuple[int, int]:

@@ -10,7 +10,7 @@ import torch
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from fsdp_compiled.policy.check import check
-from fsdp_compiled.policy.local_steps import LossScale, OuterSGD
+from fsdp_compiled.policy.local_steps import LossScale, OuterSGD, Rendezvous
 
 
 @dataclass(frozen=True)
@@ -248,6 +248,16 @@ class Policy:
         hundreds of exchanges; with 40 of them 0.6 lost less (bench/README.md). Its ``parts`` and ``overlap`` exchange
         the model in parts, each of which travels beside the next steps (`Sharded.outer_parts`). Then what is written to
         parameters after the first step counts for how far a site came, until `Sharded.synchronize`.
+    rendezvous
+        Where sites meet that come and go: `Rendezvous`. None: sites are rows of one mesh, and end together. Given, each
+        site is a job of its own, of as many ranks as the others, with a mesh of one axis. Sites exchange over gloo. An
+        exchange is among the sites that are alive. If one is lost in it, the others make it again: the gradient of
+        ``outer`` is the mean over those that are left. A site that joins waits for the next exchange. It starts from
+        the weights and ``outer``'s momentum that the others have then. If all sites join, they start from those of the
+        one that made the most exchanges, as after a checkpoint. Optimizer state, buffers, frozen parameters and rates
+        are each site's own. A site that was thought gone joins again: its steps since its last exchange are lost, which
+        the log says. If the store is lost, every site ends with an error. Not with ``outer``'s ``parts`` or
+        ``overlap``.
     """
 
     shard: str = "zero3"
@@ -282,6 +292,7 @@ class Policy:
     verify_difference: Literal["raise", "recapture"] = "raise"
     sync_every: int | None = None
     outer: OuterSGD | None = None
+    rendezvous: Rendezvous | None = None
 
     def __post_init__(self) -> None:
         if isinstance(self.tp, Mapping):

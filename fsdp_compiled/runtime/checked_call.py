@@ -27,6 +27,7 @@ from fsdp_compiled.runtime.parameters.sharded_parameter import is_live
 from fsdp_compiled.runtime.parameters.sharded_tensor import is_sharded
 from fsdp_compiled.runtime.shard_model import parameters_of, read_leaves, read_scalars
 from fsdp_compiled.runtime.shared_memory import check_shared_memory
+from fsdp_compiled.torch_private import names
 
 
 def checked_call(
@@ -130,7 +131,16 @@ def local_refusal(
     if policy.sync_every is None:
         return None
     what = f"Policy.sync_every is {policy.sync_every}"
-    if place.replicate == 1 and place.world > 1:
+    if policy.rendezvous is not None:
+        what = f"Policy.rendezvous is {policy.rendezvous}"
+        if place.replicate > 1:
+            return ValueError(
+                f"{what}: its sites are jobs of their own, but this mesh has {place.replicate} rows, which exchange as "
+                "sites do. Give a mesh of one axis, or none; or leave rendezvous out."
+            )
+        if gone := names.missing("sites that come and go"):
+            return ValueError(f"{what}, but PyTorch {torch.__version__} has no {gone[0]}. Leave it out.")
+    elif place.replicate == 1 and place.world > 1:
         return ValueError(
             f"{what}, but the mesh has one site of {place.shard} ranks, which exchange in every step. Give a mesh with "
             'two axes, ("replicate", "shard"), whose rows are the sites; or shard="ddp", where each rank is one.'

@@ -10,6 +10,11 @@ Or in parts (`OuterSGD.parts`), each in its own step of a round, and each travel
     step 3 ... step 2 + overlap       arrival of part 0      all ranks meet before; the program's second half
     step 4                            departure of part 1
 
+Or, under `Policy.rendezvous`, between sites that come and go (`distributed.sites`), of which each is a mesh of its own:
+
+    before step 1         join        the weights that the others have
+    after step H          exchange    the mean over those that are there, by a program for so many
+
 The anchor holds the weights after the last exchange. It is copied when the next step begins, so it includes weights
 that are loaded or written before then. The optimizer's state always differs between sites, and weights differ between
 exchanges. So a checkpoint stores the anchor, which is the same on all sites, as the model's weights. It also stores
@@ -18,6 +23,7 @@ each rank's own tensors, in the value ``local``, from which training can continu
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -27,11 +33,12 @@ import torch
 from fsdp_compiled import passes
 from fsdp_compiled.capture.global_modes import outside_modes
 from fsdp_compiled.distributed.mesh import Mesh
+from fsdp_compiled.distributed.sites import GROUP, Sites
 from fsdp_compiled.ir.program import ANCHOR, MOMENTUM, Port, Program
 from fsdp_compiled.lower.lowering import Runner, below_autograd
 from fsdp_compiled.lower.split_forward_backward import cut
 from fsdp_compiled.plan.plan import Plan
-from fsdp_compiled.policy import Policy, sites
+from fsdp_compiled.policy import Policy, Rendezvous, sites
 from fsdp_compiled.runtime.programs.program_maker import ProgramMaker
 from fsdp_compiled.runtime.state import State
 
@@ -54,6 +61,11 @@ def exchanges(policy: Policy, replicas: int) -> tuple[str, ...]:
     if policy.sync_every is None:
         return ()
     outer = policy.exchange
+    if policy.rendezvous is not None:
+        return (
+            f"a site by itself for {policy.sync_every} steps, then an exchange with the sites that are at "
+            f"{policy.rendezvous.endpoint}",
+        )
     how = f" in {outer.parts} parts" * (outer.parts > 1) + f", {outer.overlap} steps on the way" * (outer.overlap > 0)
     return (
         f"{replicas} site{'s' * (replicas > 1)} by themselves for {policy.sync_every} steps, then an exchange{how}",
@@ -97,10 +109,20 @@ class LocalSteps:
         rank = mesh.shard_rank + mesh.shard * mesh.replicate_rank  # for the noise of `Policy.wire`
         self._rank = torch.tensor([rank], device=plan.device)
         self._shards = [port.name for port in self.program.inputs if port.kind == "shard"]
+        self._plan, self._mesh = plan, mesh
+        self._open: dict[int, tuple[Program, tuple[Program, ...]]] = {}  # by the number of sites that come and go
+        self.sites = None if plan.policy.rendezvous is None else self._other_sites(plan.policy.rendezvous)
+        self.restart()
         for port, node in self.program.inputs.items():
             if port.kind == "state":
                 value = node.meta["val"]
                 state.optimizer[port.key] = torch.zeros(value.shape, dtype=value.dtype, device=value.device)
+
+    def _other_sites(self, where: Rendezvous) -> Sites:
+        policy = self._plan.policy
+        same = f"{self._mesh.world} ranks\n{policy.exchange} {policy.wire}\n{self.program}"
+        digest = hashlib.sha256(same.encode()).hexdigest()
+        return Sites(where.endpoint, where.least, where.patience, self._mesh, digest)
 
     def step_begins(self, state: State) -> None:
         if not self.steps:
@@ -123,6 +145,8 @@ class LocalSteps:
 
     def finish(self) -> None:
         """Makes everything due: what travels arrives, and then all is exchanged."""
+        if self.sites is not None and self.sites.new:
+            return  # to join is due
         self.due = [*(Due("arrival", part) for part in self._travelling), *[Due("exchange")] * (self.steps > 0)]
 
     def restart(self) -> None:
@@ -130,6 +154,11 @@ class LocalSteps:
         self._wait()
         self._travelling.clear()
         self.steps, self.due = 0, []
+        self._join_again()
+
+    def _join_again(self) -> None:
+        if self.sites is not None:
+            self.sites.new, self.due = True, [Due("join")]
 
     def meets(self) -> bool:
         """Whether all ranks meet before what is due first: not for a departure, which nobody waits for."""
@@ -141,6 +170,10 @@ class LocalSteps:
     def exchange(self, state: State) -> None:
         """Runs what is due first. All ranks make the same call."""
         due = self.due[0]
+        if self.sites is not None:
+            self._exchange_open(self.sites, state)
+            del self.due[0]
+            return
         found = self._run(self._program(due), state, self._travelling.get(due.part, {}) if due.part is not None else {})
         if due.part is None:
             self.steps = 0
@@ -150,9 +183,45 @@ class LocalSteps:
             del self._travelling[due.part]
         del self.due[0]
 
+    def _exchange_open(self, sites: Sites, state: State) -> None:
+        """With the sites that are there; nothing moves unless all of them have what was sent."""
+
+        def shared() -> list[torch.Tensor]:
+            if not self.steps:
+                self.step_begins(state)  # the anchors
+            own = [port for port in self.program.inputs if port.kind == "state"]
+            return [state.optimizer[port.key] for port in own]
+
+        def send(count: int) -> tuple[int, Tensors]:
+            self.program, halves_ = self._programs_for(count)
+            found = self._run(halves_[0], state, {}) if count > 1 else {}
+            for tensor in found.values():
+                torch.ops._c10d_functional.wait_tensor(tensor)
+            return count, found
+
+        def move(sent: tuple[int, Tensors]) -> None:
+            self._run(self._programs_for(sent[0])[1][-1], state, sent[1])
+            self.steps = 0
+
+        def take() -> None:
+            for key, anchor in self.anchors(state).items():
+                state.parameters[key].copy_(anchor)
+            self.steps = 0
+
+        sites.exchange(send, move, shared, take)
+
+    def _programs_for(self, count: int) -> tuple[Program, tuple[Program, ...]]:
+        """The program of an exchange of so many sites, and its halves."""
+        if count not in self._open:
+            plan = replace(self._plan, replicate=count)
+            whole = passes.outer(plan, [buffer for _, buffers in plan.exchanged for buffer in buffers], first=True)
+            self._open[count] = whole, halves(whole) if count > 1 else (whole,)
+        return self._open[count]
+
     def _run(self, program: Program, state: State, travelling: Tensors) -> Tensors:
         if id(program) not in self._runners:
-            self._runners[id(program)], _ = self._maker.lower(program)
+            groups = self._mesh.groups | ({} if self.sites is None else {"replicate": GROUP})
+            self._runners[id(program)], _ = self._maker.lower(program, groups=groups)
         held: Mapping[str, Mapping[str, torch.Tensor]] = {
             "shard": state.parameters, "state": state.optimizer, "saved": travelling, "step": {"": state.step},
             "rank": {"": self._rank},
@@ -186,7 +255,8 @@ class LocalSteps:
         self._wait()
         travelling = {str(part): dict(tensors) for part, tensors in self._travelling.items()}
         own = {"state": _apart(state), "weights": weights, "travelling": travelling}
-        return {"steps": self.steps, **self._where, **own}
+        made = {} if self.sites is None else {"exchanges": self.sites.made}
+        return {"steps": self.steps, **self._where, **own, **made}
 
     def fits(self, saved: Saved, sizes: Mapping[str, Sequence[int]], state: State) -> bool:
         """Whether this rank can go on from what was saved. ``sizes``: of the saved state, by name."""
@@ -203,6 +273,8 @@ class LocalSteps:
                     tensor.zero_()
             return
         self.steps = saved["steps"]
+        if self.sites is not None:
+            self.sites.made = saved.get("exchanges", 0)
         for name, tensor in saved["state"].items():
             state.optimizer[name].copy_(tensor)
         for key, tensor in saved["weights"].items():

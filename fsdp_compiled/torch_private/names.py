@@ -125,6 +125,10 @@ TABLE: dict[str, Use] = {
         "torch.distributed.tensor.parallel.loss.customized_loss_ops",
         "torch.distributed.tensor.DTensor._op_dispatcher",
     ), "logits that are cut by classes are gathered for the loss, unless PyTorch's loss_parallel() is around it"),
+    "sites that come and go": Use("defence", (
+        "torch.distributed.distributed_c10d._register_process_group",
+        "torch.distributed.distributed_c10d._unregister_process_group",
+    ), "Policy.rendezvous is refused"),
     "modes": Use("defence", (
         "torch._C._is_any_autocast_enabled", "torch._C._len_torch_function_stack",
         "torch._C._pop_torch_function_stack", "torch._C._push_on_torch_function_stack",

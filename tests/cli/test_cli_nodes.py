@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -16,6 +15,7 @@ import pytest
 
 from fsdp_compiled.cli import clock
 from fsdp_compiled.runtime.checkpoint.folder import steps
+from tests.launch import free_port
 
 pytestmark = pytest.mark.exhaustive
 
@@ -45,11 +45,6 @@ def agent(folder: Path, port: int, host: bool, log: Path) -> subprocess.Popen[by
 def with_children(pid: int) -> list[int]:
     children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
     return [pid, *(one for child in children for one in with_children(int(child)))]
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return int(server.getsockname()[1])
 
 
 class Run:

@@ -279,14 +279,17 @@ class ProgramMaker:
 
         self.together(check)
 
-    def lower(self, program: Program, boxed: bool = False) -> tuple[Runner, str]:
-        """Lowers the program. ``boxed``: to a function of one list, which it empties of its inputs."""
-        lowering = self._partition(program)
+    def lower(
+        self, program: Program, boxed: bool = False, groups: Mapping[str, str] | None = None
+    ) -> tuple[Runner, str]:
+        """Lowers the program. ``boxed``: to a function of one list, which it empties of its inputs; ``groups``: the
+        process group along each axis, other than the mesh's."""
+        lowering = self._partition(program, groups or self.mesh.groups)
         pieces = self._compile_pieces(lowering)
         return lowering.boxed(pieces) if boxed else lowering.runner(pieces), lowering.text(pieces)
 
-    def _partition(self, program: Program) -> Lowering:
-        groups, how, blocks = self.mesh.groups, self.plan.policy.lower, self.plan.blocks
+    def _partition(self, program: Program, groups: Mapping[str, str]) -> Lowering:
+        how, blocks = self.plan.policy.lower, self.plan.blocks
         lowering = self.together(lambda: Lowering(program, groups, how, blocks, self._bind))
         self._try_kernels(program)
         return lowering
