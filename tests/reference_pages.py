@@ -15,7 +15,9 @@ from typing import Any
 
 from fsdp_compiled import (
     LossScale,
+    OuterSGD,
     Policy,
+    Rendezvous,
     SequenceAttention,
     Sharded,
     State,
@@ -52,9 +54,11 @@ def policy() -> str:
         parts.append(f"## `{field.name} = {_default(field)}`\n\n{documented[field.name]}\n")
         if field.name == "shard":
             parts.append(_placements())
-        if field.name == "loss_scale":
-            given = ", ".join(f"{field.name}={field.default}" for field in fields(LossScale))
-            parts.append(f"`LossScale({given})`\n\n{_doc(LossScale)}\n")
+        if (kind := {"loss_scale": LossScale, "outer": OuterSGD, "rendezvous": Rendezvous}.get(field.name)) is not None:
+            given = ", ".join(
+                one.name if one.default is MISSING else f"{one.name}={one.default}" for one in fields(kind)
+            )
+            parts.append(f"`{kind.__name__}({given})`\n\n{_doc(kind)}\n")
     return "\n".join(parts)
 
 
