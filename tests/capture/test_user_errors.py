@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from fsdp_compiled import CaptureError, Policy, compile_sharded, fully_shard
-from tests.chosen import chosen
+from tests.chosen import chosen, needs_torch
 
 LEFT: list[torch.Tensor] = []
 
@@ -203,6 +203,8 @@ def in_turns(*raises: Any) -> list[Any]:
     ),
 )  # fmt: skip
 def test_a_step_ends_in_what_the_code_raises_and_the_next_ones_train(raises: Any, face: str) -> None:
+    if raises is too_many:
+        needs_torch((2, 13), "its Dynamo refuses, by name, to unpack too many values")
     assert ends(Net(raises), face) == ends(Net(raises), "eager")
 
 
