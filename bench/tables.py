@@ -4,7 +4,7 @@
 
 `run_all` does this after it has measured. A table stands between `<!-- bench: NAME -->` and `<!-- end -->`, where
 NAME is `headline`, `summary`, `memory`, `goals`, `first-step`, `train`, `start-up`, `checkpoint`, `fewer-bytes`,
-`many-ranks`, or a result's. What was not measured, they say.
+`many-ranks`, `starting`, or a result's. What was not measured, they say.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bench import RESULTS, checkpoint, fewer_bytes, many_ranks, muon, report, start_up
+from bench import RESULTS, checkpoint, fewer_bytes, many_ranks, muon, report, start_up, starting
 from bench.plot import plot, plot_losses
 from bench.rivals import RIVALS
 from bench.summary import Row, ratio, rows
@@ -30,6 +30,7 @@ FIRST_STEPS = ("thin-first-step", "thin-4-first-step")
 CHECKPOINT = "checkpoint"
 FEWER_BYTES = "fewer-bytes"
 MANY_RANKS = "many-ranks"
+STARTING = "starting"
 NODES = ("far-nodes", "near-nodes")
 HOSTS = ("hosts-llama", "hosts-large", "hosts-llama-slow")
 MUON = ("muon-256", "muon-768", "muon-slow")
@@ -221,6 +222,8 @@ def block(name: str, results: Results) -> str:
     result = results[name]
     if name == MANY_RANKS:
         return f"{many_ranks.describe(result)}\n\n{_made_by(result)}"
+    if name == STARTING:
+        return f"{starting.describe(result)}\n\n{_made_by(result)}"
     if name == FEWER_BYTES:
         return f"{fewer_bytes.describe(result)}\n\n{_made_by(result)}"
     if name in MUON:
@@ -238,7 +241,7 @@ def fill(text: str, results: Results) -> str:
 
 def load(folder: Path = RESULTS) -> dict[str, Any]:
     """The committed results of `fsdp-compiled bench`, by name."""
-    names = [*PRESETS, *FIRST_STEPS, CHECKPOINT, FEWER_BYTES, MANY_RANKS, *NODES, *HOSTS, *MUON, *LOOPS]
+    names = [*PRESETS, *FIRST_STEPS, CHECKPOINT, FEWER_BYTES, MANY_RANKS, STARTING, *NODES, *HOSTS, *MUON, *LOOPS]
     names.append(LOOP_FIRST_STEP)
     files = {name: folder / f"{name}.json" for name in names}
     return {name: json.loads(file.read_text()) for name, file in files.items() if file.exists()}
