@@ -128,13 +128,17 @@ Start = Callable[..., Site]
 
 
 class Hub:
-    def __init__(self, port: int) -> None:
-        command = [sys.executable, "-P", "-m", "fsdp_compiled", "rendezvous", "--port", str(port)]
-        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT)
-        assert self.process.stdout is not None
-        self.said = self.process.stdout.readline()
-        self.endpoint = f"localhost:{port}"
-        self.store = dist.TCPStore("localhost", port, is_master=False, wait_for_workers=False)
+    """The store where they meet. ``served``: by a process of its own, as a user's is; else by this one, which is sooner
+    there."""
+
+    def __init__(self, port: int, served: bool = False) -> None:
+        self.endpoint, self.process = f"localhost:{port}", None
+        if served:
+            command = [sys.executable, "-P", "-m", "fsdp_compiled", "rendezvous", "--port", str(port)]
+            self.process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT)
+            assert self.process.stdout is not None
+            self.said = self.process.stdout.readline()
+        self.store = dist.TCPStore("localhost", port, is_master=not served, wait_for_workers=False)
 
     def wait(self, key: str) -> None:
         """Until a site has written this."""
@@ -143,19 +147,28 @@ class Hub:
             assert time.monotonic() < end, key
             time.sleep(0.05)
 
+    def end(self) -> None:
+        if self.process is not None:
+            end(self.process)
+
 
 @pytest.fixture
-def hub() -> Iterator[Hub]:
-    found = Hub(free_port())
+def hub() -> Hub:
+    return Hub(free_port())
+
+
+@pytest.fixture
+def served() -> Iterator[Hub]:
+    found = Hub(free_port(), served=True)
     yield found
-    end(found.process)
+    found.end()
 
 
 @pytest.fixture
-def start(hub: Hub, tmp_path: Path) -> Iterator[Start]:
+def start(tmp_path: Path) -> Iterator[Start]:
     made: list[Site] = []
 
-    def site(seed: int, least: int = 1, ranks: int = 1) -> Site:
+    def site(hub: Hub, seed: int, least: int = 1, ranks: int = 1) -> Site:
         made.append(Site(hub.endpoint, seed, least, tmp_path / f"{len(made)}.log", ranks))
         return made[-1]
 
@@ -171,7 +184,7 @@ def all_do(sites: Sequence[Site], command: str, argument: Any = None) -> list[An
 
 
 def test_the_mean_is_of_those_that_are_left_and_a_new_site_gets_their_weights(hub: Hub, start: Start) -> None:
-    a, b, c = (start(seed, least=2) for seed in range(3))
+    a, b, c = (start(hub, seed, least=2) for seed in range(3))
     mine, yours, theirs = (Plain(seed) for seed in range(3))
     a.begin("steps", EVERY)
     hub.wait("here/0.0/1")  # so it is the first, whose weights the others get
@@ -202,7 +215,7 @@ def test_the_mean_is_of_those_that_are_left_and_a_new_site_gets_their_weights(hu
     assert max(off(found[0], mine), off(found[1], theirs)) <= BOUND < 1e-3 < off(found[0], lonely)
     assert "gave no sign of life" in a.log.read_text() + c.log.read_text()
 
-    again, yours = start(1, least=2), Plain(1)
+    again, yours = start(hub, 1, least=2), Plain(1)
     again.begin("steps", EVERY)
     hub.wait("here/4.0/4")
     found = all_do([a, c], "steps", EVERY)
@@ -222,7 +235,7 @@ def test_the_mean_is_of_those_that_are_left_and_a_new_site_gets_their_weights(hu
 
 
 def test_a_site_that_stood_still_joins_again(hub: Hub, start: Start) -> None:
-    a, b = start(0), start(1)
+    a, b = start(hub, 0), start(hub, 1)
     mine, yours = Plain(0), Plain(1)
     a.do("steps", 1)
     b.begin("steps", 1)
@@ -248,7 +261,7 @@ def test_a_site_that_stood_still_joins_again(hub: Hub, start: Start) -> None:
 
 
 def test_sites_of_two_ranks_and_one_of_which_a_rank_is_killed(hub: Hub, start: Start) -> None:
-    a, b = start(0, least=2, ranks=2), start(1, least=1, ranks=2)
+    a, b = start(hub, 0, least=2, ranks=2), start(hub, 1, least=1, ranks=2)
     mine, yours = Plain(0, 2), Plain(1, 2)
     a.begin("steps", EVERY)
     hub.wait("here/0.0/1")
@@ -269,16 +282,16 @@ def test_sites_of_two_ranks_and_one_of_which_a_rank_is_killed(hub: Hub, start: S
     assert off(found[0], yours) <= BOUND
 
 
-def test_a_resumed_site_goes_on_and_gives_its_weights(tmp_path: Path, start: Start, hub: Hub) -> None:
-    a = start(0)
+def test_a_resumed_site_goes_on_and_gives_its_weights(tmp_path: Path, start: Start, served: Hub) -> None:
+    a = start(served, 0)
     mine, yours = Plain(0), Plain(1)
     a.do("steps", EVERY + 1)
     assert "error" not in a.do("save", str(tmp_path / "saved"))
     a.kill()
-    end(hub.process)
-    again = Hub(int(hub.endpoint.rpartition(":")[2]))
+    served.end()
+    again = Hub(int(served.endpoint.rpartition(":")[2]), served=True)
     try:
-        fresh, resumed = start(1, least=2), start(0, least=2)
+        fresh, resumed = start(again, 1, least=2), start(again, 0, least=2)
         common = Common(mine.weights)
         mine.steps(EVERY)
         common.exchange([mine])
@@ -299,20 +312,20 @@ def test_a_resumed_site_goes_on_and_gives_its_weights(tmp_path: Path, start: Sta
         common.exchange([mine, yours])
         assert max(off(found[0], mine), off(found[1], yours)) <= BOUND
     finally:
-        end(again.process)
+        again.end()
 
 
-def test_a_store_that_is_gone_and_another_training_are_errors_by_name(hub: Hub, start: Start) -> None:
-    a = start(0)
+def test_a_store_that_is_gone_and_another_training_are_errors_by_name(served: Hub, start: Start) -> None:
+    a = start(served, 0)
     assert "error" not in a.do("steps", 1)
-    hub.store.set("model", "another")
-    b = start(1)
+    served.store.set("model", "another")
+    b = start(served, 1)
     assert "train something else" in b.do("steps", 1)["error"]
-    end(hub.process)
+    served.end()
     error = a.do("steps", 1)["error"]
-    assert "does not answer" in error and hub.endpoint in error and "rendezvous" in error
+    assert "does not answer" in error and served.endpoint in error and "rendezvous" in error
     assert "train something else" not in error
-    assert "sites meet at port" in hub.said
+    assert "sites meet at port" in served.said
 
 
 def test_what_is_sent_changes_nothing() -> None:
