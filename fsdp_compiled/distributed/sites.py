@@ -41,6 +41,7 @@ from fsdp_compiled.torch_private.names import find
 T = TypeVar("T")
 GROUP = "fsdp_compiled sites"  # the process group of this rank and of those in its place in other sites
 BEAT, POLL = 1.0, 0.1  # seconds
+TRIES = 3  # of an exchange among the same sites
 SAID = 30.0  # seconds between two lines of the log about what is waited for
 log = logging.getLogger("fsdp_compiled")
 
@@ -88,6 +89,7 @@ class Sites:
         self._round = self._attempt = 0
         self._store: Any = None
         self._group: Any = None
+        self._in_group: list[int] = []  # sites of a group that has not failed
         self._seen: dict[int, tuple[bytes, float]] = {}  # by site, its last beat, and when it was seen first
         self._before: list[int] = []  # the sites of the last exchange
         self._voted = ""  # the last attempt for which it did
@@ -107,14 +109,22 @@ class Sites:
         ``take``: goes on from them. Raises `RankError` where the store is lost, or other sites train something else.
         """
         self._said = time.monotonic()
+        failed: list[list[int]] = []  # the sites of each attempt
         while True:
             attempt = self._meet()
             sent: list[T] = []
             reason = ""
             if attempt.moves:
-                reason = self._over(attempt.old, f"{attempt.key}/mean", lambda: sent.append(send(len(attempt.old))))  # noqa: B023
+                name = f"{attempt.key}/mean"
+                reason = self._over(attempt.old, name, lambda: sent.append(send(len(attempt.old))), self._in_group)  # noqa: B023
             if not self._ask(lambda: self._verdict(attempt, reason)):  # noqa: B023
-                self._attempt += 1
+                self._attempt, self._in_group = self._attempt + 1, []
+                failed.append(attempt.old)
+                if failed[-TRIES:] == [attempt.old] * TRIES:
+                    raise RankError(
+                        f"{attempt}: it failed {TRIES} times, with no site lost. {reason or 'Another says why.'} If what "
+                        f"is sent takes longer than Rendezvous.patience={self._patience:g} s, give more."
+                    )
                 continue
             if sent:
                 move(sent[0])
@@ -129,6 +139,7 @@ class Sites:
                     continue
                 take()
             self.new, self.made, self._round, self._attempt = False, attempt.round + 1, attempt.round + 1, 0
+            self._in_group = attempt.old if attempt.moves and not attempt.new else []
             if attempt.sites != self._before:
                 self._log("%s", attempt)
             self._before = attempt.sites
@@ -258,13 +269,14 @@ class Sites:
 
     # What they send.
 
-    def _over(self, sites: Sequence[int], name: str, work: Callable[[], None]) -> str:
-        """Does it over a `GROUP` of these sites, if this is one of them; returns why it failed on any rank, or ''."""
+    def _over(self, sites: list[int], name: str, work: Callable[[], None], kept: Sequence[int] = ()) -> str:
+        """Does it over a `GROUP` of these sites, if this is one of them; returns why it failed on any rank, or ''.
+        ``kept``: the sites of the group that there is and that all of them still have."""
         if self.number not in sites:
             return ""
         failure = None
         try:
-            if len(sites) > 1:
+            if len(sites) > 1 and sites != kept:
                 self._join(name, sites)
             work()
         except RankError:
@@ -304,7 +316,7 @@ class Sites:
     def _open(self) -> Any:
         host, _, port = self._endpoint.rpartition(":")
         limit = timedelta(seconds=self._patience)
-        return dist.TCPStore(host, int(port), is_master=False, timeout=limit, wait_for_workers=False)
+        return dist.TCPStore(host.strip("[]"), int(port), is_master=False, timeout=limit, wait_for_workers=False)
 
     def _live(self) -> None:
         """Gives signs of life until the process, or this object, ends."""

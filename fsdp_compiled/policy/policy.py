@@ -254,10 +254,10 @@ class Policy:
         exchange is among the sites that are alive. If one is lost in it, the others make it again: the gradient of
         ``outer`` is the mean over those that are left. A site that joins waits for the next exchange. It starts from
         the weights and ``outer``'s momentum that the others have then. If all sites join, they start from those of the
-        one that made the most exchanges, as after a checkpoint. Optimizer state, buffers, frozen parameters and rates
-        are each site's own. A site that was thought gone joins again: its steps since its last exchange are lost, which
-        the log says. If the store is lost, every site ends with an error. Not with ``outer``'s ``parts`` or
-        ``overlap``.
+        one that made the most exchanges, as after a checkpoint. Optimizer state, buffers, frozen parameters, rates and
+        ``sync_every`` are each site's own. A site that was thought gone joins again: its steps since its last exchange
+        are lost, which the log says. If the store is lost, every site ends with an error. Not with ``outer``'s
+        ``parts`` or ``overlap``.
     """
 
     shard: str = "zero3"

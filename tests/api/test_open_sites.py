@@ -234,7 +234,7 @@ def test_the_mean_is_of_those_that_are_left_and_a_new_site_gets_their_weights(hu
     assert "it failed, and is made again" in a.log.read_text() + again.log.read_text()
 
 
-def test_a_site_that_stood_still_joins_again(hub: Hub, start: Start) -> None:
+def test_a_site_that_stood_still_joins_again_and_one_that_cannot_send_ends_all(hub: Hub, start: Start) -> None:
     a, b = start(hub, 0), start(hub, 1)
     mine, yours = Plain(0), Plain(1)
     a.do("steps", 1)
@@ -258,6 +258,11 @@ def test_a_site_that_stood_still_joins_again(hub: Hub, start: Start) -> None:
     common.exchange([mine], [yours])
     assert max(off(found[0], mine), off(found[1], yours)) <= BOUND
     assert "it was thought gone in exchange 2" in b.log.read_text()
+
+    b.do("fail")
+    errors = [one["error"] for one in all_do([a, b], "steps", EVERY)]
+    assert all("it failed 3 times, with no site lost" in one for one in errors)
+    assert "this cannot be sent" in errors[1]
 
 
 def test_sites_of_two_ranks_and_one_of_which_a_rank_is_killed(hub: Hub, start: Start) -> None:

@@ -49,13 +49,12 @@ def weights(sharded: Sharded) -> list[float]:
         return [value for one in whole.parameters() for value in one.detach().flatten().tolist()]
 
 
-def die_in_exchange(*_: Any) -> None:
-    """Once this site and the others have met, before it sends."""
+def die(*_: Any) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
 
-    def run(*_: Any) -> None:
-        os.kill(os.getpid(), signal.SIGKILL)
 
-    LocalSteps._run = run  # type: ignore[method-assign]
+def fail(*_: Any) -> None:
+    raise RuntimeError("this cannot be sent")
 
 
 def site(endpoint: str, least: str, seed: str, rank: str, world: str, port: str) -> None:
@@ -80,8 +79,8 @@ def site(endpoint: str, least: str, seed: str, rank: str, world: str, port: str)
                 sharded.load(argument)
             elif command == "synchronize":
                 sharded.synchronize()
-            elif command == "die":
-                die_in_exchange()
+            elif command in ("die", "fail"):  # once this site and the others have met, before it sends
+                LocalSteps._run = {"die": die, "fail": fail}[command]  # type: ignore[assignment]
             found["weights"] = weights(sharded)
         except Exception as error:
             found["error"] = f"{type(error).__name__}: {error}"
