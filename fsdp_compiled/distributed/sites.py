@@ -122,8 +122,8 @@ class Sites:
                 failed.append(attempt.old)
                 if failed[-TRIES:] == [attempt.old] * TRIES:
                     raise RankError(
-                        f"{attempt}: it failed {TRIES} times, with no site lost. {reason or 'Another says why.'} If what "
-                        f"is sent takes longer than Rendezvous.patience={self._patience:g} s, give more."
+                        f"{attempt}: it failed {TRIES} times, with no site lost. {reason or 'Another says why.'} If "
+                        f"what is sent takes longer than Rendezvous.patience={self._patience:g} s, give more."
                     )
                 continue
             if sent:
