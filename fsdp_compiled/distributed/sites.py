@@ -5,6 +5,7 @@ Each site is a job of its own, with a process group of its own. All ranks of all
     model            a digest of what must be equal in all sites; the first site's
     beat/S           a number that site S raises every second; "gone" once it left, or another found it silent
     round            the number of the exchange that is next, R
+    made/R           how many exchanges the weights have seen with which it begins
     here/R.A/S       site S has come to attempt A of exchange R: its `_Present`
     members/R.A      the sites that make it; written once, by the first site to see that all living ones are here
     votes/R.A        how many sites have received what the others sent
@@ -14,7 +15,8 @@ An exchange sends first, and moves no weights. A site whose ranks received all o
 verdict is commit, and each moves its weights. If a rank fails to receive, or a site falls silent before it voted, the
 verdict is abort, and the sites that are left make the next attempt. So all of them move by the same mean, or none does.
 A new site takes part in no mean: it receives what the others have after the exchange. If all are new, the one whose
-weights have seen the most exchanges gives the others its own.
+weights have seen the most exchanges gives the others its own, unless there were weights that had seen more: whoever had
+those may be silent and yet come back.
 
 Members of each exchange, a commit that all vote for, and new members that are healed by others are torchft's ideas
 (https://github.com/pytorch/torchft).
@@ -22,6 +24,7 @@ Members of each exchange, a commit that all vote for, and new members that are h
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
 import threading
@@ -39,10 +42,10 @@ from fsdp_compiled.distributed.mesh import Mesh, RankError, from_first, said_by
 from fsdp_compiled.torch_private.names import find
 
 T = TypeVar("T")
-GROUP = "fsdp_compiled sites"  # the process group of this rank and of those in its place in other sites
 BEAT, POLL = 1.0, 0.1  # seconds
 TRIES = 3  # of an exchange among the same sites
 SAID = 30.0  # seconds between two lines of the log about what is waited for
+_NUMBERS = itertools.count()
 log = logging.getLogger("fsdp_compiled")
 
 
@@ -59,6 +62,7 @@ class _Attempt(NamedTuple):
     old: list[int]  # sites that vote
     new: list[int]  # sites that get the first one's weights
     moves: bool  # whether the mean of the old ones moves them; no: all sites are new
+    made: int  # how many exchanges the weights have seen after it
 
     @property
     def key(self) -> str:
@@ -77,13 +81,15 @@ class _Attempt(NamedTuple):
 class Sites:
     """This site among the others.
 
-    ``new``: whether it is still to get the others' weights; ``made``: how many exchanges its weights have seen. Nothing
-    is reached before the first `exchange`.
+    ``new``: whether it is still to get the others' weights; ``made``: how many exchanges its weights have seen;
+    ``group``: the name of the process group of this rank and of those in its place in the other sites. Nothing is
+    reached before the first `exchange`.
     """
 
     def __init__(self, endpoint: str, least: int, patience: float, mesh: Mesh, digest: str) -> None:
         """``digest``: of the program and of what else must be equal in all sites."""
         self.new, self.made, self.number = True, 0, 0
+        self.group = f"fsdp_compiled sites {next(_NUMBERS)}"
         self._endpoint, self._least, self._patience = endpoint, least, patience
         self._mesh, self._digest = mesh, digest
         self._round = self._attempt = 0
@@ -104,7 +110,7 @@ class Sites:
     ) -> None:
         """Makes one exchange with the sites that are there, or gets their weights if this site is new. Collective.
 
-        ``send``: sends to so many sites over `GROUP`, waits for what they send, and changes nothing. ``move``: moves
+        ``send``: sends to so many sites over `group`, waits for what they send, and changes nothing. ``move``: moves
         the weights by what it returned. ``shared``: the tensors that a new site gets, which are written in place;
         ``take``: goes on from them. Raises `RankError` where the store is lost, or other sites train something else.
         """
@@ -138,7 +144,7 @@ class Sites:
                 if lost:
                     continue
                 take()
-            self.new, self.made, self._round, self._attempt = False, attempt.round + 1, attempt.round + 1, 0
+            self.new, self.made, self._round, self._attempt = False, attempt.made, attempt.round + 1, 0
             self._in_group = attempt.old if attempt.moves and not attempt.new else []
             if attempt.sites != self._before:
                 self._log("%s", attempt)
@@ -182,7 +188,7 @@ class Sites:
                     "Policy.wire or number of ranks differs from this one's. Start all sites with the same script, on "
                     "as many ranks; for another training start another `fsdp-compiled rendezvous`."
                 )
-            store.compare_set("round", "", str(self.made))
+            store.compare_set("round", "", "0")
             self.number = store.add("sites", 1)
             self._live()
         key = f"{self._round}.{self._attempt}"
@@ -212,21 +218,27 @@ class Sites:
         new = sorted(site for site, one in members.items() if one.new)
         old = sorted(members.keys() - new)
         first = old or [min(new, key=lambda site: (-members[site].made, site))]
-        return _Attempt(self._round, self._attempt, first, sorted({*new}.difference(first)), moves=bool(old))
+        made = members[first[0]].made + bool(old)
+        return _Attempt(self._round, self._attempt, first, sorted({*new}.difference(first)), bool(old), made)
 
     def _close(self, key: str) -> None:
         """Writes down who makes this attempt, if all living sites have come."""
         store = self._store
         alive = self._alive(range(1, store.add("sites", 0) + 1))
         there = [site for site in alive if store.check([f"here/{key}/{site}"])]
-        if len(there) < self._least or len(there) < len(alive):
-            if time.monotonic() - self._said > SAID:
-                self._said = time.monotonic()
-                self._log("%d of %d living sites have come to exchange %d; it needs %d",
-                          len(there), len(alive), self._round, self._least)  # fmt: skip
-            return
-        members = {site: json.loads(store.get(f"here/{key}/{site}")) for site in there}
-        store.compare_set(f"members/{key}", "", json.dumps(members))
+        members = {site: _Present(*json.loads(store.get(f"here/{key}/{site}"))) for site in there}
+        before = int(store.get(f"made/{self._round}")) if store.check([f"made/{self._round}"]) else 0
+        behind = all(one.new and one.made < before for one in members.values())
+        if len(there) >= max(self._least, len(alive)) and not behind:
+            store.compare_set(f"members/{key}", "", json.dumps(members))
+        elif time.monotonic() - self._said > SAID:
+            self._said = time.monotonic()
+            text = "%d of %d living sites have come to exchange %d; it needs %d%s"
+            lost = (
+                f". The weights of {before} exchanges are with none of them. If the sites that had those are lost for "
+                "good, start another `fsdp-compiled rendezvous`, and the sites from their checkpoints"
+            )
+            self._log(text, len(there), len(alive), self._round, self._least, lost * behind)
 
     def _alive(self, sites: Iterable[int]) -> list[int]:
         """Those whose beat changed within the patience; another that is found silent is written down as gone."""
@@ -264,13 +276,14 @@ class Sites:
             store.compare_set(verdict, "", "abort")
         if store.get(verdict) != b"commit":
             return False
+        store.compare_set(f"made/{attempt.round + 1}", "", str(attempt.made))
         store.compare_set("round", str(attempt.round), str(attempt.round + 1))
         return True
 
     # What they send.
 
     def _over(self, sites: list[int], name: str, work: Callable[[], None], kept: Sequence[int] = ()) -> str:
-        """Does it over a `GROUP` of these sites, if this is one of them; returns why it failed on any rank, or ''.
+        """Does it over a `group` of these sites, if this is one of them; returns why it failed on any rank, or ''.
         ``kept``: the sites of the group that there is and that all of them still have."""
         if self.number not in sites:
             return ""
@@ -286,7 +299,7 @@ class Sites:
         return next(filter(None, said_by(failure, self._mesh)), "")
 
     def _join(self, name: str, sites: Sequence[int]) -> None:
-        """Makes `GROUP` anew, of gloo. Raises ``RuntimeError`` if one of the sites does not come."""
+        """Makes `group` anew, of gloo. Raises ``RuntimeError`` if one of the sites does not come."""
         place, count = sites.index(self.number), len(sites)
         store = dist.PrefixStore(f"group/{name}/{self._mesh.rank}", self._connected())
         gloo = dist.ProcessGroupGloo(store, place, count, timedelta(seconds=self._patience))
@@ -295,10 +308,10 @@ class Sites:
         for device in {"cpu", self._mesh.device.type}:
             group._register_backend(torch.device(device), kind, gloo)
         group._set_default_backend(kind)
-        group._set_group_name(GROUP)
+        group._set_group_name(self.group)
         if self._group is not None:
-            find("torch.distributed.distributed_c10d._unregister_process_group")(GROUP)
-        find("torch.distributed.distributed_c10d._register_process_group")(GROUP, group)
+            find("torch.distributed.distributed_c10d._unregister_process_group")(self.group)
+        find("torch.distributed.distributed_c10d._register_process_group")(self.group, group)
         self._group = group
 
     def _give(self, tensors: Sequence[torch.Tensor]) -> None:

@@ -33,7 +33,7 @@ import torch
 from fsdp_compiled import passes
 from fsdp_compiled.capture.global_modes import outside_modes
 from fsdp_compiled.distributed.mesh import Mesh
-from fsdp_compiled.distributed.sites import GROUP, Sites
+from fsdp_compiled.distributed.sites import Sites
 from fsdp_compiled.ir.program import ANCHOR, MOMENTUM, Port, Program
 from fsdp_compiled.lower.lowering import Runner, below_autograd
 from fsdp_compiled.lower.split_forward_backward import cut
@@ -220,7 +220,7 @@ class LocalSteps:
 
     def _run(self, program: Program, state: State, travelling: Tensors) -> Tensors:
         if id(program) not in self._runners:
-            groups = self._mesh.groups | ({} if self.sites is None else {"replicate": GROUP})
+            groups = self._mesh.groups | ({} if self.sites is None else {"replicate": self.sites.group})
             self._runners[id(program)], _ = self._maker.lower(program, groups=groups)
         held: Mapping[str, Mapping[str, torch.Tensor]] = {
             "shard": state.parameters, "state": state.optimizer, "saved": travelling, "step": {"": state.step},

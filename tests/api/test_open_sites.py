@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,8 @@ import torch.distributed as dist
 from torch import nn
 
 from fsdp_compiled import OuterSGD, Policy, Rendezvous, compile_sharded, passes
+from fsdp_compiled.distributed.mesh import Mesh
+from fsdp_compiled.distributed.sites import Sites
 from fsdp_compiled.ir.nodes import is_collective, is_wait, mutated
 from fsdp_compiled.plan.leaf import Leaf
 from fsdp_compiled.plan.make_plan import make_plan
@@ -331,6 +334,31 @@ def test_a_store_that_is_gone_and_another_training_are_errors_by_name(served: Hu
     assert "does not answer" in error and served.endpoint in error and "rendezvous" in error
     assert "train something else" not in error
     assert "sites meet at port" in served.said
+
+
+def test_new_sites_do_not_begin_where_others_had_come_further() -> None:
+    """Whoever had may be silent for a while, and would then take the weights of these."""
+    store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+
+    def site(made: int = 0) -> tuple[Sites, torch.Tensor, Callable[[], None]]:
+        found = Sites(f"localhost:{store.port}", 1, 2.0, Mesh(torch.device("cpu")), "model")
+        found.made, weights = made, torch.full((3,), float(made))
+        return found, weights, lambda: found.exchange(lambda _: None, lambda _: None, lambda: [weights], lambda: None)
+
+    first, _, exchange = site()
+    for _ in range(3):
+        exchange()
+    assert first.made == 2  # the first time it began
+    del first, exchange  # it is gone
+    fresh, got, begin = site()
+    resumed, _, go_on = site(made=2)
+    with ThreadPoolExecutor(2) as pool:
+        waiting = pool.submit(begin)
+        time.sleep(1.0)
+        assert not waiting.done() and fresh.new
+        pool.submit(go_on).result(LONG)
+        waiting.result(LONG)
+    assert got.tolist() == [2.0] * 3 and fresh.made == resumed.made == 2
 
 
 def test_what_is_sent_changes_nothing() -> None:
