@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from fsdp_compiled.capture.folded_views import DETACH, fold_views
 from fsdp_compiled.capture.mended_layers import misread_layers
 from fsdp_compiled.capture.source_lines import is_backward, path_of, stretch_of, user_line
 from fsdp_compiled.ir.nodes import Phase, fake_mode, fake_tensor
@@ -25,7 +26,6 @@ from fsdp_compiled.torch_private.inductor import config as inductor_config
 from fsdp_compiled.torch_private.names import find, there, uses
 
 aten = torch.ops.aten
-DETACH = aten.detach.default  # nothing to detach from in a graph that holds its own backward
 aot_module_simplified = find("torch._functorch.aot_autograd.aot_module_simplified")
 config: Any = find("torch._functorch.config")
 # What AOTAutograd says of each input and output of a joint graph.
@@ -203,6 +203,7 @@ def _to_program(joint: fx.Graph, inputs: list[Port], given: Sequence[Port], resu
             mapping[tangent] = by_port[port] = graph.node_copy(tangent)
             mapping[tangent].meta = {"val": tangent.meta["val"]}
     seeds = [tangent for tangent in tangents if tangent not in mapping]
+    unread = fold_views(joint)
     phase: Phase = "forward"
     for node in joint.nodes:
         if node.op == "call_function":
@@ -213,7 +214,7 @@ def _to_program(joint: fx.Graph, inputs: list[Port], given: Sequence[Port], resu
                 _effect(graph, node, mapping, phase)
             elif node.target is torch.ops.aten.copy_.default and node.args[0] in tangents:
                 mapping[node] = mapping[node.args[1]]  # the user's own backward wrote in place to its gradient
-            elif node not in mapping and not _is_token(node):
+            elif node not in mapping and node not in unread and not _is_token(node):
                 mapping[node] = mapping[node.args[0]] if node.target is DETACH else _copy(graph, node, mapping, phase)  # type: ignore[index]
         elif node.op not in ("placeholder", "output"):
             raise CaptureError(
