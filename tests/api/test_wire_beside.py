@@ -56,7 +56,8 @@ ON_PROCESSES = {
     "verify_gradients": "forward verified", "network": "measured",
     "memory_gb": "little memory", "dynamic": "sizes that move", "programs": "few programs",
 }  # fmt: skip
-LOCAL = {"sync_every", "outer"}  # tests/api/test_local_steps.py: test_exchanges_are_sent_in_a_byte_an_element
+# tests/api/test_local_steps.py: test_exchanges_are_sent_in_a_byte_an_element; tests/api/test_open_sites.py
+LOCAL = {"sync_every", "outer", "rendezvous"}
 
 
 def loss(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:

@@ -15,11 +15,14 @@ from fsdp_compiled import CaptureError, fully_shard
 from fsdp_compiled.capture import guards, object_identity
 from fsdp_compiled.capture.object_identity import EqualValues, check_text, has_equals
 from tests.changes import beside
-from tests.chosen import needs_torch
+from tests.chosen import TORCH, needs_torch
 
 TEXT = "text of a value"
 MISREAD = "its Dynamo writes an OrderedDict as a dict: refused"
 LISTS = torch.__version__ >= "2.13"  # Dynamo asked the keys of ``list(table)`` itself before
+
+
+DATACLASS = "text of a dataclass"
 
 
 @dataclass
@@ -44,7 +47,7 @@ READ: dict[str, tuple[Any, Any, Callable[[Any], Any]]] = {  # what is read first
     "text of a dictionary": ({"a": 1}, {"a": 1, "b": 2}, lambda held: len(str(held))),
     TEXT: (OrderedDict(a=1), OrderedDict(a=222), lambda held: len(f"{held}")),
     "text of a dictionary in a list": ([{"a": 1}], [{"a": 1, "b": 2}], lambda held: len("%s" % held)),  # noqa: UP031
-    "text of a dataclass": (Named("a"), Named("longer"), lambda held: len(str(held))),
+    DATACLASS: (Named("a"), Named("longer"), lambda held: len(str(held))),
 }
 
 
@@ -78,6 +81,8 @@ def losses(kind: str, blocks: int, changed: int) -> tuple[list[float], list[floa
 def test_it_is_seen(kind: str) -> None:
     if kind == TEXT:
         needs_torch((2, 13), MISREAD)
+    if kind == DATACLASS and TORCH >= (2, 14):
+        pytest.skip("its Dynamo refuses, by name, the text of a dataclass")
     eager, ours, captures = losses(kind, 1, 0)
     assert eager[2] != eager[1] and ours == eager and captures == 2
 
