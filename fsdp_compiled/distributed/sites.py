@@ -106,13 +106,13 @@ class Sites:
         send: Callable[[int], T],
         move: Callable[[T], None],
         shared: Callable[[], Sequence[torch.Tensor]],
-        take: Callable[[], None],
+        take: Callable[[list[torch.Tensor]], None],
     ) -> None:
         """Makes one exchange with the sites that are there, or gets their weights if this site is new. Collective.
 
         ``send``: sends to so many sites over `group`, waits for what they send, and changes nothing. ``move``: moves
-        the weights by what it returned. ``shared``: the tensors that a new site gets, which are written in place;
-        ``take``: goes on from them. Raises `RankError` where the store is lost, or other sites train something else.
+        the weights by what it returned. ``shared``: the tensors that a new site gets from another; ``take``: goes on
+        from those. Raises `RankError` where the store is lost, or other sites train something else.
         """
         self._said = time.monotonic()
         failed: list[list[int]] = []  # the sites of each attempt
@@ -134,16 +134,19 @@ class Sites:
                 continue
             if sent:
                 move(sent[0])
-            source, lost = attempt.old[0], ""
+            source, got = attempt.old[0], None
             for one in attempt.new:  # each by itself: one that is lost keeps nothing from another
-                reason = self._over([source, one], f"{attempt.key}/{one}", lambda: self._give(shared()))
-                if reason:
-                    self._log("the weights of site %d did not reach site %d: %s", source, one, reason)
-                    lost = lost or reason * (self.number == one)
+                if self.number in (source, one):
+                    given = [tensor.clone() if self.number == one else tensor for tensor in shared()]
+                    reason = self._over([source, one], f"{attempt.key}/{one}", lambda: self._give(given))  # noqa: B023
+                    if reason:
+                        self._log("the weights of site %d did not reach site %d: %s", source, one, reason)
+                    elif self.number == one:
+                        got = given
             if self.number in attempt.new:
-                if lost:
+                if got is None:
                     continue
-                take()
+                take(got)
             self.new, self.made, self._round, self._attempt = False, attempt.made, attempt.round + 1, 0
             self._in_group = attempt.old if attempt.moves and not attempt.new else []
             if attempt.sites != self._before:

@@ -193,8 +193,8 @@ class LocalSteps:
             return [state.optimizer[port.key] for port in own]
 
         def send(count: int) -> tuple[int, Tensors]:
-            self.program, halves_ = self._programs_for(count)
-            found = self._run(halves_[0], state, {}) if count > 1 else {}
+            self.program, parts = self._programs_for(count)
+            found = self._run(parts[0], state, {}) if count > 1 else {}
             for tensor in found.values():
                 torch.ops._c10d_functional.wait_tensor(tensor)
             return count, found
@@ -203,7 +203,9 @@ class LocalSteps:
             self._run(self._programs_for(sent[0])[1][-1], state, sent[1])
             self.steps = 0
 
-        def take() -> None:
+        def take(given: list[torch.Tensor]) -> None:
+            for own, one in zip(shared(), given, strict=True):
+                own.copy_(one)
             for key, anchor in self.anchors(state).items():
                 state.parameters[key].copy_(anchor)
             self.steps = 0
