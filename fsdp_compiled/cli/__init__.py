@@ -81,7 +81,7 @@ COMMANDS = {
         "Policy to paste. Each is priced by the program that would run; nothing is fetched, and no GPU is needed.",
     ),
     "rendezvous": Command(
-        "fsdp_compiled.cli.rendezvous",
+        "fsdp_compiled.cli.launch",
         "the store at which sites of local steps meet that come and go",
         'Serves the store that Policy(sync_every=..., rendezvous=Rendezvous("host:port")) names, until it is '
         "interrupted. It holds who is there and what was decided, and no weights. For another training start another.",

@@ -5,8 +5,11 @@ the stop pipe, and ranks agree among themselves after which step they stop; the 
 does the same, and kills after `TERM_LIMIT` by itself. The store at which ranks meet lives here, on a port the
 system chose, as it does in torchrun. torchrun itself is not used, because it answers Ctrl-C by killing the
 ranks and a failed rank by a report longer than the failure.
+
+`fsdp-compiled rendezvous` serves another store, at which sites meet that come and go (`distributed.sites`).
 """
 
+import argparse
 import math
 import os
 import signal
@@ -18,6 +21,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from datetime import timedelta
 from itertools import count
 from pathlib import Path
 from types import FrameType
@@ -311,3 +315,22 @@ def _kill(ranks: Sequence[subprocess.Popen[bytes]]) -> None:
         rank.wait()
     if running and sys.stdout.isatty():
         print("\x1b[?25h", end="", flush=True)  # a killed progress display leaves the cursor hidden
+
+
+def add_rendezvous_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--port", type=int, default=29400, help="where it listens, on all interfaces; 0: any free port")
+
+
+def run_rendezvous(chosen: argparse.Namespace, _: Sequence[str]) -> int:
+    if not 0 <= chosen.port < 2**16:
+        raise ValueError(f"--port is {chosen.port}; expected 0 to 65535.")
+    for one in (signal.SIGINT, signal.SIGTERM):  # before it says that it serves
+        signal.signal(one, lambda *_: None)
+        signal.pthread_sigmask(signal.SIG_BLOCK, [one])
+    try:
+        store = dist.TCPStore("0.0.0.0", chosen.port, is_master=True, wait_for_workers=False, timeout=timedelta(days=1))
+    except dist.DistNetworkError as error:
+        raise ValueError(f"port {chosen.port} cannot be served: {error}. Give another one.") from error
+    print(f"sites meet at port {store.port} of this machine, until Ctrl-C", flush=True)
+    signal.sigwait([signal.SIGINT, signal.SIGTERM])
+    return 0
