@@ -31,8 +31,11 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future
 from contextlib import suppress
 from datetime import timedelta
+from functools import partial
+from queue import SimpleQueue
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -95,6 +98,7 @@ class Sites:
         self._round = self._attempt = 0
         self._store: Any = None
         self._group: Any = None
+        self._peers: Any = None  # a connection to the store at which groups find their addresses
         self._in_group: list[int] = []  # sites of a group that has not failed
         self._seen: dict[int, tuple[bytes, float]] = {}  # by site, its last beat, and when it was seen first
         self._before: list[int] = []  # the sites of the last exchange
@@ -304,7 +308,9 @@ class Sites:
     def _join(self, name: str, sites: Sequence[int]) -> None:
         """Makes `group` anew, of gloo. Raises ``RuntimeError`` if one of the sites does not come."""
         place, count = sites.index(self.number), len(sites)
-        store = dist.PrefixStore(f"group/{name}/{self._mesh.rank}", self._connected())
+        if self._peers is None:
+            self._peers = self._open()
+        store = dist.PrefixStore(f"group/{name}/{self._mesh.rank}", self._peers)
         gloo = dist.ProcessGroupGloo(store, place, count, timedelta(seconds=self._patience))
         group = dist.ProcessGroup(store, place, count)
         kind = dist.ProcessGroup.BackendType.GLOO
@@ -326,7 +332,7 @@ class Sites:
 
     def _connected(self) -> Any:
         if self._store is None:
-            self._store = self._open()
+            self._store = _Patient(self._open(), self._patience)
         return self._store
 
     def _open(self) -> Any:
@@ -353,6 +359,43 @@ class Sites:
             log.warning(f"site %d: {text}", self.number, *values)
 
 
+class _Patient:
+    """A connection to the store, of which each call raises ``DistNetworkError`` if there is no answer for so long.
+
+    PyTorch's own waits for as long as TCP does, which for a machine that stands still is forever.
+    """
+
+    def __init__(self, store: Any, seconds: float) -> None:
+        self._store, self._seconds = store, seconds
+        self._asked: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        weakref.finalize(self, self._asked.put, None)
+        threading.Thread(target=_serve, args=(self._asked,), daemon=True, name="fsdp_compiled store of sites").start()
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        return partial(self._call, getattr(self._store, name))
+
+    def _call(self, method: Callable[..., Any], *args: Any) -> Any:
+        answer: Future[Any] = Future()
+
+        def run() -> None:
+            try:
+                answer.set_result(method(*args))
+            except Exception as error:
+                answer.set_exception(error)
+
+        self._asked.put(run)
+        try:
+            return answer.result(self._seconds)
+        except TimeoutError:
+            raise dist.DistNetworkError(f"no answer in {self._seconds:g} s") from None
+
+
+def _serve(asked: SimpleQueue[Callable[[], None] | None]) -> None:
+    while (work := asked.get()) is not None:
+        work()
+        del work  # or it would hold the connection until the next
+
+
 def _beat(store: Any, key: str, ended: threading.Event) -> None:
     count = 0
     with suppress(dist.DistError):  # the next exchange says so
@@ -363,6 +406,6 @@ def _beat(store: Any, key: str, ended: threading.Event) -> None:
 
 def _leave(store: Any, key: str, ended: threading.Event, beats: threading.Thread) -> None:
     ended.set()
-    beats.join()
+    beats.join(BEAT)
     with suppress(dist.DistError):
         store.set(key, "gone")

@@ -329,6 +329,9 @@ def test_a_store_that_is_gone_and_another_training_are_errors_by_name(served: Hu
     served.store.set("model", "another")
     b = start(served, 1)
     assert "train something else" in b.do("steps", 1)["error"]
+    assert served.process is not None
+    served.process.send_signal(signal.SIGSTOP)  # as where its machine lost its power
+    assert "does not answer (no answer in 4 s)" in a.do("steps", 1)["error"]
     served.end()
     error = a.do("steps", 1)["error"]
     assert "does not answer" in error and served.endpoint in error and "rendezvous" in error
