@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import json
-import os
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -27,62 +24,11 @@ from fsdp_compiled.plan.leaf import Leaf
 from fsdp_compiled.plan.make_plan import make_plan
 from fsdp_compiled.runtime.local_steps import halves
 from tests.launch import free_port
+from tests.open_sites import LONG, Site, all_do, end
 from tests.workers.open_sites import EVERY, OUTER, PATIENCE, batches, inner, loss_of, model_of
 
 ROOT = Path(__file__).parents[2]
-LONG = 120.0  # seconds, on a machine however busy
 BOUND = 1e-6
-
-
-class Site:
-    """A job of some ranks, and its answers."""
-
-    def __init__(self, endpoint: str, seed: int, least: int, log: Path, ranks: int = 1) -> None:
-        port, self.log = str(free_port()), log
-        command = [sys.executable, "-P", "-m", "tests.workers.open_sites", endpoint, str(least), str(seed)]
-        self.ranks = []
-        for rank in range(ranks):
-            answers = subprocess.PIPE if rank == 0 else subprocess.DEVNULL
-            with log.open("a") as errors:
-                self.ranks.append(
-                    subprocess.Popen(
-                        [*command, str(rank), str(ranks), port], stdin=subprocess.PIPE, stdout=answers, stderr=errors,
-                        text=True, cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)},
-                    )
-                )  # fmt: skip
-
-    def begin(self, command: str, argument: Any = None) -> None:
-        for one in self.ranks:
-            assert one.stdin is not None
-            one.stdin.write(json.dumps([command, argument]) + "\n")
-            one.stdin.flush()
-
-    def end(self) -> Any:
-        assert self.ranks[0].stdout is not None
-        line = self.ranks[0].stdout.readline()
-        assert line, self.log.read_text()[-3000:]
-        return json.loads(line)
-
-    def do(self, command: str, argument: Any = None) -> Any:
-        self.begin(command, argument)
-        return self.end()
-
-    def signal(self, which: int) -> None:
-        for one in self.ranks:
-            one.send_signal(which)
-
-    def kill(self) -> None:
-        for one in self.ranks:
-            end(one)
-
-
-def end(process: subprocess.Popen[str]) -> None:
-    process.kill()
-    for pipe in (process.stdin, process.stdout):
-        if pipe is not None:
-            with suppress(BrokenPipeError):
-                pipe.close()
-    process.wait()
 
 
 class Plain:
@@ -178,12 +124,6 @@ def start(tmp_path: Path) -> Iterator[Start]:
     yield site
     for one in made:
         one.kill()
-
-
-def all_do(sites: Sequence[Site], command: str, argument: Any = None) -> list[Any]:
-    for one in sites:
-        one.begin(command, argument)
-    return [one.end() for one in sites]
 
 
 def test_the_mean_is_of_those_that_are_left_and_a_new_site_gets_their_weights(hub: Hub, start: Start) -> None:

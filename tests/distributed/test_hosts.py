@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -13,6 +15,8 @@ import pytest
 
 from bench.hosts import Host, hosts, missing, torchrun
 from tests.launch import environment, launch
+from tests.open_sites import Site, all_do, end
+from tests.workers.open_sites import EVERY
 
 WORKER = Path(__file__).parents[1] / "workers" / "hosts.py"
 LIMIT = 150.0  # seconds
@@ -155,3 +159,31 @@ def test_hosts_leave_nothing_behind() -> None:
         assert said is None or said.wait() == 0
         assert all(Path("/run/netns", name).exists() for name in names)
     assert not any(Path("/run/netns", name).exists() for name in names)
+
+
+def test_sites_wait_for_a_cable_that_is_put_back_and_one_goes_on_without_the_other(tmp_path: Path) -> None:
+    with hosts(2, gbps=1, delay=0.02) as among:
+        command = [sys.executable, "-P", "-m", "fsdp_compiled", "rendezvous", "--port", "29400"]
+        hub = among[0].popen(command, env=environment(), stdout=subprocess.PIPE, text=True)
+        assert "sites meet at port 29400" in hub.stdout.readline()
+        place = f"{among[0].address}:29400"
+        one, two = (Site(place, seed, 1, tmp_path / f"{seed}.log", popen=host.popen) for seed, host in enumerate(among))
+        try:
+            assert "error" not in one.do("steps", EVERY)  # it is the first
+            two.begin("steps", EVERY)
+            since = time.monotonic()
+            while "to the new" not in one.log.read_text() + two.log.read_text():
+                assert "error" not in one.do("steps", 1) and time.monotonic() - since < LIMIT
+            one.begin("steps", EVERY)
+            among[1].pull()
+            time.sleep(1.0)
+            among[1].plug()
+            found = [site.end()["weights"] for site in (one, two)]
+            assert found[0] == found[1]
+            among[1].pull()
+            found = all_do([one, two], "steps", EVERY)
+            assert "weights" in found[0] and "does not answer" in found[1]["error"]
+            assert "gave no sign of life" in one.log.read_text()
+        finally:
+            for process in (*one.ranks, *two.ranks, hub):
+                end(process)
