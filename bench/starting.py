@@ -113,7 +113,8 @@ def loading(sharded: Any) -> float:
 
 def rank(number: str, port: str) -> None:
     """One of two: prints how long an agreement and a model's taking over last between them."""
-    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=int(number), world_size=2)
+    store = dist.TCPStore("127.0.0.1", int(port), is_master=False)
+    dist.init_process_group("gloo", store=store, rank=int(number), world_size=2)
     torch.set_num_threads(1)
     mesh = Mesh(torch.device("cpu"), shard=2, rank=int(number))
     agree(mesh, "this", "text")
@@ -126,9 +127,9 @@ def rank(number: str, port: str) -> None:
 
 
 def between_two() -> list[float]:
-    port = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False).port
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     command = [sys.executable, "-c", WORKER]
-    ranks = [subprocess.Popen([*command, str(n), str(port + 1)], stdout=subprocess.PIPE, text=True) for n in range(2)]
+    ranks = [subprocess.Popen([*command, str(n), str(store.port)], stdout=subprocess.PIPE, text=True) for n in range(2)]
     said = [json.loads(one.communicate(timeout=LIMIT)[0].splitlines()[-1]) for one in ranks]
     return [max(values) for values in zip(*said, strict=True)]
 

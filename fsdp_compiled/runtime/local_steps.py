@@ -154,9 +154,6 @@ class LocalSteps:
         self._wait()
         self._travelling.clear()
         self.steps, self.due = 0, []
-        self._join_again()
-
-    def _join_again(self) -> None:
         if self.sites is not None:
             self.sites.new, self.due = True, [Due("join")]
 
@@ -192,15 +189,16 @@ class LocalSteps:
             own = [port for port in self.program.inputs if port.kind == "state"]
             return [state.optimizer[port.key] for port in own]
 
-        def send(count: int) -> tuple[int, Tensors]:
+        def send(count: int) -> tuple[Program, Tensors]:
             self.program, parts = self._programs_for(count)
             found = self._run(parts[0], state, {}) if count > 1 else {}
             for tensor in found.values():
                 torch.ops._c10d_functional.wait_tensor(tensor)
-            return count, found
+            return parts[-1], found
 
-        def move(sent: tuple[int, Tensors]) -> None:
-            self._run(self._programs_for(sent[0])[1][-1], state, sent[1])
+        def move(sent: tuple[Program, Tensors]) -> None:
+            moves, found = sent
+            self._run(moves, state, found)
             self.steps = 0
 
         def take(given: list[torch.Tensor]) -> None:
@@ -215,8 +213,7 @@ class LocalSteps:
     def _programs_for(self, count: int) -> tuple[Program, tuple[Program, ...]]:
         """The program of an exchange of so many sites, and its halves."""
         if count not in self._open:
-            plan = replace(self._plan, replicate=count)
-            whole = passes.outer(plan, [buffer for _, buffers in plan.exchanged for buffer in buffers], first=True)
+            whole = whole_exchange(replace(self._plan, replicate=count), first=True)
             self._open[count] = whole, halves(whole) if count > 1 else (whole,)
         return self._open[count]
 
@@ -290,11 +287,16 @@ def programs_of(plan: Plan, mesh: Mesh) -> Programs:
     `Policy.wire` cannot send."""
     outer, parts = plan.policy.exchange, plan.exchanged
     joined = replace(plan, replicate=mesh.replicate)
-    whole = passes.outer(joined, [buffer for _, buffers in parts for buffer in buffers])
+    whole = whole_exchange(joined)
     if len(parts) == 1 and not outer.overlap:
         return whole, []
     programs = (passes.outer(joined, buffers, late=outer.overlap > 0) for _, buffers in parts)
     return whole, [halves(one) if outer.overlap else (one,) for one in programs]
+
+
+def whole_exchange(plan: Plan, first: bool = False) -> Program:
+    """The program that exchanges everything at once between the sites of this plan. ``first``: it sends all first."""
+    return passes.outer(plan, [buffer for _, buffers in plan.exchanged for buffer in buffers], first=first)
 
 
 def halves(program: Program) -> tuple[Program, Program]:

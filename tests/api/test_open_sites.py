@@ -126,9 +126,8 @@ def start(tmp_path: Path) -> Iterator[Start]:
         one.kill()
 
 
-def test_the_mean_is_of_those_that_are_left_and_a_new_site_gets_their_weights(hub: Hub, start: Start) -> None:
-    a, b, c = (start(hub, seed, least=2) for seed in range(3))
-    mine, yours, theirs = (Plain(seed) for seed in range(3))
+def begun(hub: Hub, a: Site, b: Site, mine: Plain, yours: Plain) -> Common:
+    """Two sites begin and make their first exchange, as their plain twins do; what these have in common then."""
     a.begin("steps", EVERY)
     hub.wait("here/0.0/1")  # so it is the first, whose weights the others get
     b.begin("steps", EVERY)
@@ -139,6 +138,13 @@ def test_the_mean_is_of_those_that_are_left_and_a_new_site_gets_their_weights(hu
         one.steps(EVERY)
     common.exchange([mine, yours])
     assert max(off(found[0], mine), off(found[1], yours)) <= BOUND
+    return common
+
+
+def test_the_mean_is_of_those_that_are_left_and_a_new_site_gets_their_weights(hub: Hub, start: Start) -> None:
+    a, b, c = (start(hub, seed, least=2) for seed in range(3))
+    mine, yours, theirs = (Plain(seed) for seed in range(3))
+    common = begun(hub, a, b, mine, yours)
 
     c.begin("steps", EVERY)  # it waits for the next exchange, and then makes its steps
     hub.wait("here/2.0/3")
@@ -211,16 +217,7 @@ def test_a_site_that_stood_still_joins_again_and_one_that_cannot_send_ends_all(h
 def test_sites_of_two_ranks_and_one_of_which_a_rank_is_killed(hub: Hub, start: Start) -> None:
     a, b = start(hub, 0, least=2, ranks=2), start(hub, 1, least=1, ranks=2)
     mine, yours = Plain(0, 2), Plain(1, 2)
-    a.begin("steps", EVERY)
-    hub.wait("here/0.0/1")
-    b.begin("steps", EVERY)
-    found = [a.end(), b.end()]
-    common = Common(mine.weights)
-    yours.take(mine.weights)
-    for one in (mine, yours):
-        one.steps(EVERY)
-    common.exchange([mine, yours])
-    assert max(off(found[0], mine), off(found[1], yours)) <= BOUND
+    common = begun(hub, a, b, mine, yours)
     a.ranks[1].kill()
     assert "RankError: Rank 1" in a.do("steps", EVERY)["error"]
     a.kill()
