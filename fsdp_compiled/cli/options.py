@@ -30,6 +30,15 @@ positive = number(float, "positive", "a number above 0", lambda value: 0 < value
 fraction = number(float, "fraction", "a number from 0", lambda value: 0 <= value < inf)
 
 
+def file_to_write(text: str) -> Path:
+    """A file in a folder that is there, which is asked before anything is worked out for it."""
+    path = Path(text)
+    if path.is_dir() or not path.parent.is_dir():
+        why = "is a folder" if path.is_dir() else f"would be in {path.parent}, which is no folder"
+        raise argparse.ArgumentTypeError(f"{text} {why}; expected a file to write")
+    return path
+
+
 def option(default: Any, about: str, kind: Any = None, metavar: str | None = None, **more: Any) -> Any:
     """A field, and what argparse is told of it; the field's name is the option's name."""
     told = {"default": default, "help": about, "type": kind, "metavar": metavar, **more}
@@ -120,6 +129,8 @@ def train_options(chosen: argparse.Namespace) -> TrainOptions:
     check_heads(options.width, options.heads)
     if options.profile and options.steps < 3:
         raise ValueError(f"--profile measures from the third step on, and --steps is {options.steps}; give at least 5")
+    if options.prompt == "":
+        raise ValueError("--prompt is empty; give at least one byte, or leave it out")
     if options.checkpoint is None:
         for name in ("save_every", "max_restarts"):
             if getattr(options, name):

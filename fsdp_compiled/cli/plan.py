@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from fsdp_compiled.cli.options import positive, whole
+from fsdp_compiled.cli.options import file_to_write, positive, whole
 from fsdp_compiled.cli.simulate import setup_of
 from fsdp_compiled.policy import Policy
 from fsdp_compiled.runtime.plan_search import ROWS, plan
@@ -53,8 +53,8 @@ def add_plan_options(parser: argparse.ArgumentParser) -> None:
     for name, about in (("tp", "ranks that the model is cut over"), ("rows", "rows of a microbatch")):
         parser.add_argument(f"--{name}", type=_numbers, default=ROWS, metavar="N,N", help=f"{about}, of {TRIED} (all)")
     parser.add_argument("--most", type=whole, default=12, metavar="N", help="rows of the table (%(default)s)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write inputs and all ways there")
-    parser.add_argument("--picture", type=Path, metavar="FILE", help="also draw them (needs matplotlib)")
+    parser.add_argument("--json", type=file_to_write, metavar="FILE", help="also write inputs and all ways there")
+    parser.add_argument("--picture", type=file_to_write, metavar="FILE", help="also draw them (needs matplotlib)")
 
 
 def _numbers(text: str) -> tuple[int, ...]:
@@ -75,11 +75,11 @@ def run_plan(options: argparse.Namespace, _: Sequence[str]) -> int:
         ways=lambda way: way.tp in options.tp and way.rows in options.rows, processes=2,
         policy=Policy() if options.precision == "float32" else None,
     )  # fmt: skip
+    print("\n".join(found.lines(options.most)), flush=True)
     if options.json is not None:
         options.json.write_text(found.json() + "\n")
     if options.picture is not None:
         found.picture(options.picture)
-    print("\n".join(found.lines(options.most)))
     return 0
 
 

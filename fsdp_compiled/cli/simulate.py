@@ -18,9 +18,9 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from fsdp_compiled import Policy
 from fsdp_compiled.cli.gpt import GPT, VOCABULARY, GPTConfig, next_byte_loss
-from fsdp_compiled.cli.options import check_heads, positive, whole
+from fsdp_compiled.cli.options import check_heads, file_to_write, positive, whole
 from fsdp_compiled.plan.hardware import GBIT, HARDWARE, bits, gpus, with_network
-from fsdp_compiled.runtime.simulate import Estimate, simulate
+from fsdp_compiled.runtime.simulate import Estimate, simulate, this_cpu
 
 P = TypeVar("P", bound="Preset")
 SIZES = ("layers", "width", "heads", "context", "batch", "vocabulary")  # of a preset
@@ -76,7 +76,7 @@ def add_simulate_options(parser: argparse.ArgumentParser) -> None:
     )
 
     parser.add_argument("--program", action="store_true", help="print the program too")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the figures there")
+    parser.add_argument("--json", type=file_to_write, metavar="FILE", help="also write the figures there")
 
 
 def run_simulate(options: argparse.Namespace, _: Sequence[str]) -> int:
@@ -86,6 +86,10 @@ def run_simulate(options: argparse.Namespace, _: Sequence[str]) -> int:
         )
     if options.inner_gbps is not None and options.tp == 1:
         raise ValueError("--inner-gbps is the wire along tp; say how many ranks that is: --tp 8")
+    if options.network_gbps is not None and (options.node is not None or options.nic is not None):
+        raise ValueError(
+            "--network-gbps is what each rank has for itself, and --node and --nic say it of nodes; give one of both"
+        )
     if options.setup is not None and (given := [name for name in SIZES if getattr(options, name) is not None]):
         raise ValueError(f"--{given[0]} is of a preset's model, and --setup brings its own")
     model_fn, loss, batch = setup_of(options.setup) if options.setup is not None else _preset(options)
@@ -112,6 +116,8 @@ def run_simulate(options: argparse.Namespace, _: Sequence[str]) -> int:
     }
     shape = {axis: size for axis, size in shape.items() if size > 1 or axis == "shard"}
     found = simulate(model_fn, loss, batch, shape, machine, policy, microbatches=options.microbatches)
+    if not machine.gpu:
+        found = found.on(this_cpu(found.plan))
     if options.json is not None:
         options.json.write_text(json.dumps(figures(found), indent=1) + "\n")
     where = f"{options.ranks} ranks ({', '.join(f'{axis} {size}' for axis, size in shape.items())})"

@@ -202,11 +202,13 @@ def gpus(name: str, node: int = 8, nic: float | None = None) -> Cluster:
 
 
 def bits(text: str) -> float:
-    """Bytes a second of ``"400Gb/s"`` or ``"8x400Gb/s"``."""
-    found = re.fullmatch(r"(?:(\d+)\s*[x*]\s*)?(\d+(?:\.\d+)?)\s*(gb/s|gbps|gbit/s|tb/s|tbps)?", text.strip().lower())
+    """Bytes a second of ``"400Gb/s"``, ``"8x400Gb/s"``, or ``"50GB/s"``, which are bytes."""
+    found = re.fullmatch(r"(?:(\d+)\s*[x*]\s*)?(\d+(?:\.\d+)?)\s*((?i:[gt]b/s|[gt]bps|gbit/s))?", text.strip())
     if found is None or float(found[2]) == 0:
         raise ValueError(f"{text!r} is no rate; expected one such as 400Gb/s, or 8x400Gb/s for a node with eight NICs.")
-    return int(found[1] or 1) * float(found[2]) * GBIT * (1000 if (found[3] or "").startswith("t") else 1)
+    unit = found[3] or ""
+    each = GBIT * (1000 if unit[:1] in ("t", "T") else 1) * (8 if unit[1:] in ("B/s", "Bps") else 1)
+    return int(found[1] or 1) * float(found[2]) * each
 
 
 # One core's share of a server; loopback or a shared segment; what one small gloo collective takes there.

@@ -82,6 +82,7 @@ def test_each_gpu_is_monotone_in_bytes_ranks_and_slowness(name: str) -> None:
 
 def test_rates_as_people_write_them() -> None:
     assert bits("400Gb/s") == 400 * GBIT and bits("8x400Gb/s") == 3200 * GBIT and bits("25 gbps") == 25 * GBIT
+    assert bits("50GB/s") == bits("400 GBIT/S") == bits("0.4Tb/s") == 400 * GBIT  # a large B is of bytes
     for wrong in ("fast", "0Gb/s", "400GB/s/s"):
         with pytest.raises(ValueError, match="expected one such as 400Gb/s"):
             bits(wrong)

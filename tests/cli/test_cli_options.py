@@ -49,6 +49,12 @@ def test_a_profile_needs_steps_to_measure(alone: Path, capsys: pytest.CaptureFix
     assert "--profile measures from the third step on, and --steps is 2" in capsys.readouterr().err
 
 
+def test_a_prompt_must_not_be_empty(alone: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", "--prompt", "", "--out", str(alone / "run")]) == 2
+    assert "--prompt is empty" in capsys.readouterr().err
+    assert list(alone.iterdir()) == []
+
+
 def test_data_must_exist_before_anything_starts(alone: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "nowhere does not exist" in refusal("--data nowhere --out run", capsys)
     assert list(alone.iterdir()) == []

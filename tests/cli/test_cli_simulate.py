@@ -61,6 +61,8 @@ def test_a_preset(capsys: pytest.CaptureFixture[str]) -> None:
     [
         ("--ranks 6 --tp 4", "--ranks 6 are no whole number of --replicate 1 times --tp 4"),
         ("--inner-gbps 5", "--inner-gbps is the wire along tp"),
+        ("--network-gbps 5 --node 2", "--network-gbps is what each rank has for itself"),
+        ("--network-gbps 5 --nic 400Gb/s", "--network-gbps is what each rank has for itself"),
         ("--setup mine_to_simulate:setup --layers 3", "--layers is of a preset's model"),
         ("--setup mine_to_simulate", "expected MODULE:FUNCTION"),
         ("--setup mine_to_simulate:nothing", "has no attribute 'nothing'"),
@@ -69,4 +71,16 @@ def test_a_preset(capsys: pytest.CaptureFixture[str]) -> None:
 )
 def test_what_is_refused(options: str, why: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["simulate", *options.split()]) == 2
+    assert why in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["simulate", "plan"])
+@pytest.mark.parametrize(
+    ("place", "why"), [("nowhere/f.json", "would be in nowhere, which is no folder"), (".", "is a folder")]
+)
+def test_where_it_cannot_be_written_is_said_at_once(
+    command: str, place: str, why: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        main([command, "--json", place])
     assert why in capsys.readouterr().err
