@@ -1,28 +1,27 @@
-"""What `simulate` says of this package's rivals on the network that they were measured on."""
+"""What `simulate` says of this package's rivals on this host's CPU, and on the network that they were measured on."""
 
-import os
 from dataclasses import replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from bench.options import BenchOptions
 from bench.presets import Preset
 from bench.rivals import RIVALS
 from fsdp_compiled import Policy, simulate
 from fsdp_compiled.plan.hardware import CPU, GBIT, Cluster
+from fsdp_compiled.runtime.simulate import this_cpu
 
 PURE, CUT = ("ours-eager", "ours"), ("ours-tp-eager", "ours-tp")
 
 
-def machine(options: BenchOptions, world: int, tp: int = 1) -> Cluster:
-    """One rank's share of this machine, on the simulated network, where every rank has a wire of its own."""
-    assert options.network_gbps is not None
-    share = min(1.0, (os.cpu_count() or 1) / world)
+def machine(options: BenchOptions, tp: int = 1) -> Cluster:
+    """Ranks on one host, or on the simulated network, where every rank has a wire of its own."""
+    if options.network_gbps is None:
+        return CPU
     return replace(
         CPU,
-        flops=CPU.rate(torch.float32) * share,
-        memory=CPU.memory * share,
         network=options.network_gbps * GBIT * tp,
         inner=None if options.inner_gbps is None else options.inner_gbps * GBIT,
         node=tp,
@@ -31,24 +30,29 @@ def machine(options: BenchOptions, world: int, tp: int = 1) -> Cluster:
 
 
 def add_estimates(result: dict[str, Any], options: BenchOptions, preset: Preset) -> None:
-    """Adds to rivals that run with the usual policy, where nodes are simulated: seconds of a step, and of waiting."""
-    if options.inner_gbps is None or options.node is None:
+    """Adds to rivals that run with the usual policy: seconds of a step, and of waiting, and bytes at the peak."""
+    conditions = result.get("conditions", {})
+    if conditions.get("device") != "cpu" or options.hosts is not None or dist.is_initialized():
         return
-    world = result["conditions"]["world"]
+    world, nodes = conditions["world"], options.node if options.inner_gbps is not None else None
+    threads = torch.get_num_threads()
+    torch.set_num_threads(conditions["threads a rank"])
     for name, facts in result["rivals"].items():
-        if name not in (*PURE, *CUT):
+        cut = name in CUT
+        if name not in (*PURE, *CUT) or (cut and nodes is None):
             continue
-        cut = RIVALS[name].tp
+        tp = (nodes or 1) if cut else 1
         policy = Policy(lower="inductor" if RIVALS[name].compiles else "eager", tp=preset.tp if cut else None)
-        rows = replace(preset, batch=preset.batch * (options.node if cut else 1)).batches(1, 0, 1)[0]
-        shape = {"shard": world // options.node, "tp": options.node} if cut else {"shard": world}
+        rows = replace(preset, batch=preset.batch * tp).batches(1, 0, 1)[0]
+        shape = {"shard": world // tp, "tp": tp} if cut else {"shard": world}
         with torch.random.fork_rng():
-            said = simulate(
-                preset.model, preset.loss, rows, shape, machine(options, world, options.node if cut else 1), policy
-            )
+            said = simulate(preset.model, preset.loss, rows, shape, machine(options, tp), policy)
+            said = said.on(this_cpu(said.plan))
         facts["simulated"] = {
             "seconds": said.seconds,
             "exposed": said.exposed,
+            "peak_bytes": said.memory.peak.nbytes,
             "lanes": {lane: said.timeline.busy(lane) for lane in ("compute", "network", "tp")},
             "sent": dict(said.sent),
         }
+    torch.set_num_threads(threads)

@@ -4,7 +4,7 @@
 
 `run_all` does this after it has measured. A table stands between `<!-- bench: NAME -->` and `<!-- end -->`, where
 NAME is `headline`, `summary`, `memory`, `goals`, `first-step`, `train`, `start-up`, `checkpoint`, `fewer-bytes`,
-`many-ranks`, `starting`, or a result's. What was not measured, they say.
+`many-ranks`, `starting`, `priced`, or a result's. What was not measured, they say.
 """
 
 from __future__ import annotations
@@ -22,9 +22,8 @@ from bench.rivals import RIVALS
 from bench.summary import Row, ratio, rows
 
 ROOT = RESULTS.parents[1]
-DOCUMENTS = (
-    ROOT / "README.md", ROOT / "docs" / "benchmarks.md", ROOT / "docs" / "fully_shard.md", ROOT / "bench" / "README.md"
-)  # fmt: skip
+_FILES = ("README.md", "docs/benchmarks.md", "docs/fully_shard.md", "docs/simulate.md", "bench/README.md")
+DOCUMENTS = tuple(ROOT / name for name in _FILES)
 PRESETS = ("thin", "small", "large", "llama")
 FIRST_STEPS = ("thin-first-step", "thin-4-first-step")
 CHECKPOINT = "checkpoint"
@@ -32,6 +31,7 @@ FEWER_BYTES = "fewer-bytes"
 MANY_RANKS = "many-ranks"
 STARTING = "starting"
 NODES = ("far-nodes", "near-nodes")
+PRICED = ("priced-thin", "priced-small", "priced-llama", "priced-large", *NODES)
 HOSTS = ("hosts-llama", "hosts-large", "hosts-llama-slow")
 MUON = ("muon-256", "muon-768", "muon-slow")
 LOOPS = ("loop-thin", "loop-small")
@@ -192,6 +192,30 @@ def checkpoints(results: Results) -> str:
     return "\n".join([checkpoint.describe(measured), "", *lines, "", _made_by(results[CHECKPOINT])])
 
 
+def priced(results: Results) -> str:
+    """What `simulate` says of steps on the host that measured them, and on a simulated network; a line a lowering."""
+    head = [
+        "| | measured | predicted | | peak measured | predicted | |", "|---|---:|---:|---:|---:|---:|---:|",
+    ]  # fmt: skip
+    lines = []
+    for name in PRICED:
+        for row in rows(results[name]) if name in results else ():
+            said = results[name]["rivals"][row.name].get("simulated", {})
+            if row.wall is None or row.peak_bytes is None or "peak_bytes" not in said:
+                continue
+            where = f"{name.removeprefix('priced-')}, {row.title.removeprefix('fsdp_compiled')}"
+            times = _against(1e3 * said["seconds"], 1e3 * row.wall.middle, "ms")
+            lines.append(
+                f"| {where} | {times} | {_against(said['peak_bytes'] / 2**20, row.peak_bytes / 2**20, 'MiB')} |"
+            )
+    made = {_made_by(results[name]) for name in PRICED if name in results}
+    return "\n".join([*head, *lines, "", *sorted(made)]) if lines else NOTHING
+
+
+def _against(said: float, found: float, unit: str) -> str:
+    return f"{found:.1f} {unit} | {said:.1f} {unit} | {said / found - 1:+.0%}"
+
+
 def _made_by(result: Mapping[str, Any]) -> str:
     return f"`{result['command']}`, {result['hardware']}, torch {result['versions']['torch']}."
 
@@ -211,6 +235,8 @@ def block(name: str, results: Results) -> str:
         return _by_preset(results, _memory)
     if name == "goals":
         return goals(results)
+    if name == "priced":
+        return priced(results)
     if name == "first-step":
         return first_step({one: results[one] for one in FIRST_STEPS if one in results})
     if name == LOOP_FIRST_STEP and name in results:
@@ -241,7 +267,7 @@ def fill(text: str, results: Results) -> str:
 
 def load(folder: Path = RESULTS) -> dict[str, Any]:
     """The committed results of `fsdp-compiled bench`, by name."""
-    names = [*PRESETS, *FIRST_STEPS, CHECKPOINT, FEWER_BYTES, MANY_RANKS, STARTING, *NODES, *HOSTS, *MUON, *LOOPS]
+    names = [*PRESETS, *FIRST_STEPS, CHECKPOINT, FEWER_BYTES, MANY_RANKS, STARTING, *PRICED, *HOSTS, *MUON, *LOOPS]
     names.append(LOOP_FIRST_STEP)
     files = {name: folder / f"{name}.json" for name in names}
     return {name: json.loads(file.read_text()) for name, file in files.items() if file.exists()}

@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -28,6 +28,7 @@ from fsdp_compiled.plan.plan import Plan
 from fsdp_compiled.plan.text import human, milliseconds
 from fsdp_compiled.report.page import lane_of, spans, trace
 from fsdp_compiled.runtime.programs.compile import Compiled
+from fsdp_compiled.runtime.simulate import this_cpu
 
 Mark = tuple[fx.Node, float, float]  # what was called, when, and until when, in seconds
 
@@ -80,7 +81,8 @@ FULL = 0.8  # above this fraction of a step, the wire counts as full
 
 @dataclass
 class Profile:
-    """``runs``: this rank's calls inside the block, in order, each with its program."""
+    """``runs``: this rank's calls inside the block, in order, each with its program. ``plan``: on a CPU, predictions by
+    it are this host's (`this_cpu`)."""
 
     plan: Plan
     runs: list[tuple[Compiled, Timeline]] = field(default_factory=list)
@@ -132,6 +134,8 @@ class Profile:
 @contextmanager
 def profiling(plan: Plan, programs: Sequence[Compiled]) -> Iterator[Profile]:
     """Inside, these programs run with a clock around each call, and without CUDA graphs."""
+    if plan.device.type == "cpu":
+        plan = replace(plan, machine=this_cpu(plan))
     found, before = Profile(plan), [(one, one.runner, one.pending) for one in programs]
     for compiled in programs:
         timed = Timed(compiled.pending.code, plan.device)

@@ -275,8 +275,10 @@ class Sharded(ShardedCheckpoints):
         its file says why.
         """
         newest = self._programs.newest
-        measured = profile.step if profile is not None and profile.compiled is newest else None
-        return dump.write(folder, self.plan, newest.stages, newest.memory, newest.lowered, measured)
+        plan, measured = self.plan, None
+        if profile is not None and profile.compiled is newest:
+            plan, measured = profile.plan, profile.step
+        return dump.write(folder, plan, newest.stages, newest.memory, newest.lowered, measured)
 
     def explain(self, error: Exception) -> str | None:
         """Names the other rank, if any, that made a collective of the script's own fail with this error: a rank that is

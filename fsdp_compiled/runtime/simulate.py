@@ -15,9 +15,12 @@ registers it).
 from __future__ import annotations
 
 import math
+import os
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
+from functools import cache
 from math import inf
 from typing import Any
 
@@ -157,7 +160,7 @@ def simulate(
         Ranks by axis, ``{"replicate": 2, "shard": 8, "tp": 4}``, or the number of ranks that shard.
     hardware
         A `Cluster`, or the name of a GPU in `plan.hardware.GPUS`, in its usual nodes; ``"gpu"`` is an H100, ``"cpu"``
-        ranks on one host.
+        ranks on this host, which is measured (`this_cpu`).
     optimizer
         Makes the optimizer from parameters.
     cut
@@ -172,7 +175,40 @@ def simulate(
         raise ValueError(f"hardware is {hardware!r}; expected a Cluster, or one of {', '.join(HARDWARE)}.")
     cluster, policy = HARDWARE[hardware] if isinstance(hardware, str) else hardware, policy or Policy()
     with traced(model_fn, loss, batch, shape, cluster, policy, optimizer, cut, units) as step:
-        return step.estimate(policy, step.place.shard, step.place.replicate, cluster, microbatches)
+        found = step.estimate(policy, step.place.shard, step.place.replicate, cluster, microbatches)
+    return found.on(this_cpu(found.plan)) if hardware == "cpu" else found
+
+
+def this_cpu(plan: Plan) -> Cluster:
+    """The plan's machine with the rates of this host's CPU, which its ranks share. Its network stays as it is.
+
+    Choices go by `plan.hardware.CPU`, since all ranks have to make the same; prices go by this.
+    """
+    share = min(1.0, (os.cpu_count() or 1) / (plan.world * plan.tp * torch.get_num_threads()))
+    single, half, memory, kernel = _rates(torch.get_num_threads())
+    flops = {torch.float32: single * share, torch.bfloat16: half * share}
+    return replace(plan.machine, flops=flops, memory=memory * share, kernel=kernel, name="cpu")
+
+
+@cache
+def _rates(threads: int) -> tuple[float, float, float, float]:
+    """Operations a second of products of ``[512, 512]`` in float32 and in bfloat16, bytes a second of a sum of tensors
+    of 4 MiB, and seconds of the shortest operator: the best of a few each, some 50 ms in all."""
+
+    def seconds(operator: Callable[..., Any], *given: torch.Tensor, times: int = 1) -> float:
+        best = inf
+        for _ in range(5):
+            begun = time.perf_counter()
+            for _ in range(times):
+                operator(*given)
+            best = min(best, (time.perf_counter() - begun) / times)
+        return best
+
+    matrix, vector, small = (
+        torch.ones(shape, dtype=torch.float32, device="cpu") for shape in ((512, 512), (2**20,), (8,))
+    )
+    products = [2 * 512**3 / seconds(torch.mm, one, one) for one in (matrix, matrix.bfloat16())]
+    return *products, 3 * vector.nbytes / seconds(torch.add, vector, vector), seconds(torch.add, small, small, times=99)
 
 
 @dataclass

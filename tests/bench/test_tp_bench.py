@@ -45,7 +45,7 @@ def test_what_the_options_refuse() -> None:
 
 
 def test_simulate_is_given_the_same_network() -> None:
-    found = machine(BenchOptions(network_gbps=1.0, inner_gbps=8.0, node=2, latency_ms=1.0), 4)
+    found = machine(BenchOptions(network_gbps=1.0, inner_gbps=8.0, node=2, latency_ms=1.0))
     assert (found.network, found.inner) == (1.25e8, 1e9) and found.latency > 1e-3
 
 
@@ -55,7 +55,7 @@ def test_where_nodes_are_far_apart_simulate_says_that_tensor_parallelism_wins() 
     seconds = []
     for between in (0.1, 20.0):
         found: dict[str, Any] = {
-            "conditions": {"world": 4},
+            "conditions": {"world": 4, "device": "cpu", "threads a rank": 1},
             "rivals": {"ours-eager": {}, "ours-tp-eager": {}, "ddp": {}},
         }
         add_estimates(found, BenchOptions(network_gbps=between, inner_gbps=20.0, node=2), preset)

@@ -76,21 +76,33 @@ def alone(folder: Path, kind: str, world: int, steps: int) -> dict[str, Any]:
     return launch(WORKER, world, str(folder), kind, str(steps))  # type: ignore[no-any-return]
 
 
-def test_a_cable_that_is_put_back_is_waited_for_and_the_wire_carries_what_the_program_says(tmp_path: Path) -> None:
+# What is interrupted, ranks a host, gigabits a second, frames that are lost.
+@pytest.mark.parametrize(
+    ("kind", "nproc", "gbps", "loss"),
+    [("step", 1, 0.1, 0.002), ("save", 2, 1, 0.0), pytest.param("exchange", 2, 10, 0.0, marks=pytest.mark.exhaustive)],
+)
+def test_a_cable_that_is_put_back_is_waited_for_and_the_wire_carries_what_the_program_says(
+    tmp_path: Path, kind: str, nproc: int, gbps: float, loss: float
+) -> None:
     (tmp_path / "there").mkdir()
     (tmp_path / "here").mkdir()
-    with hosts(2, gbps=0.1, delay=0.02, loss=0.002) as among:
-        job = Job(tmp_path / "there", among, 1, "step", 12, None)
+    with hosts(2, gbps=gbps, delay=0.02, loss=loss) as among:
+        job = Job(tmp_path / "there", among, nproc, kind, 12, None)
         job.wait_for_step(STARTED)
+        if kind == "save":  # one is being written
+            job.wait(lambda: any((tmp_path / "there" / "saved").glob(".step-*")))
         among[1].pull()
         time.sleep(2.0)
         among[1].plug()
         job.wait_for_end(2)
-        assert {line["host"] for rank in range(2) for line in job.said(rank) if "host" in line} == {"host0", "host1"}
-    found, expected = job.result, alone(tmp_path / "here", "step", 2, 12)
+        said = [line for rank in range(2 * nproc) for line in job.said(rank)]
+        assert {line["host"] for line in said if "host" in line} == {"host0", "host1"}
+        assert not [line for line in said if "error" in line]
+    found, expected = job.result, alone(tmp_path / "here", kind, 2 * nproc, 12)
     assert found["weights"] == expected["weights"]
-    # Ranks are in a ring that crosses from host to host once in each direction: each card sends as much as a rank.
-    assert found["said"] <= found["sent"] <= 1.05 * found["said"]
+    if kind == "step":
+        # Ranks are in a ring that crosses from host to host once in each direction: each card sends as much as a rank.
+        assert found["said"] <= found["sent"] <= 1.05 * found["said"]
 
 
 def test_what_neighbours_gather_stays_in_their_host(tmp_path: Path) -> None:

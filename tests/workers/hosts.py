@@ -63,6 +63,8 @@ def run(result: Path, folder: Path, kind: str, steps: int, tell: Callable[[dict[
         if kind == "save":
             sharded.save(folder / "saved", step=step + 1, wait=True)
     own = sent() - before
+    if kind == "exchange":
+        sharded.synchronize()
     weights = sharded.full_state_dict()
     if rank == 0:
         digest = hashlib.sha256(b"".join(value.numpy().tobytes() for value in weights.values())).hexdigest()
