@@ -20,9 +20,18 @@ import torch
 import triton
 import triton.language as tl
 
-from fsdp_compiled.kernels.launch import Launch, count_nonfinite, located, of, pick, triton_dtype
+from fsdp_compiled.kernels.launch import Launch, located, of, pick, triton_dtype
 from fsdp_compiled.kernels.layout import list_groups
 from fsdp_compiled.kernels.reference import SQUARES, compute_dtype, squares_of
+
+
+@triton.jit
+def count_nonfinite(values, nonfinite):
+    """Adds how many of them are infinite or NaN to ``nonfinite``; integers, so in any order the same."""
+    if nonfinite is not None:
+        count = tl.sum((~(tl.abs(values) < float("inf"))).to(tl.int32))
+        if count > 0:
+            tl.atomic_add(nonfinite, count.to(nonfinite.dtype.element_ty), sem="relaxed")
 
 
 @triton.jit

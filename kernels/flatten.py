@@ -19,7 +19,7 @@ import torch
 import triton
 import triton.language as tl
 
-from fsdp_compiled.kernels.launch import Launch, count_nonfinite, located, of, pick, triton_dtype
+from fsdp_compiled.kernels.launch import Launch, located, of, pick, triton_dtype
 from fsdp_compiled.kernels.layout import TILE, flat_groups
 from fsdp_compiled.kernels.reference import compute_dtype
 
@@ -27,7 +27,7 @@ BLOCK = 4096
 
 
 @triton.jit
-def _move(source, target, readable, writable, scale, nonfinite, COMPUTE: tl.constexpr):
+def _move(source, target, readable, writable, scale, COMPUTE: tl.constexpr):
     """Copies what is readable, and zeros to the rest of what is writable; None: all of it."""
     values = tl.load(source, mask=readable)
     if scale is not None:
@@ -36,7 +36,6 @@ def _move(source, target, readable, writable, scale, nonfinite, COMPUTE: tl.cons
     if readable is not None:
         values = tl.where(readable, values, 0.0)
     tl.store(target, values, mask=writable)
-    count_nonfinite(values.to(COMPUTE), nonfinite)
 
 
 @triton.jit
@@ -71,7 +70,6 @@ def _fill_by_tiles(
     source,
     out,
     scale,
-    nonfinite,
     program,
     GROUPS: tl.constexpr,
     g: tl.constexpr,
@@ -94,10 +92,10 @@ def _fill_by_tiles(
     read = source + begin + rows + columns * STRIDE[LAST]
     write = out + OFFSETS[0] + place + rows * PLACES[DIM] + columns
     if (row + TILE <= SHAPE[DIM]) & (column + TILE <= SHAPE[LAST]):
-        _move(read, write, None, None, scale, nonfinite, COMPUTE)
+        _move(read, write, None, None, scale, COMPUTE)
     else:
         inside = (rows < SHAPE[DIM]) & (columns < SHAPE[LAST])
-        _move(read, write, inside, inside, scale, nonfinite, COMPUTE)
+        _move(read, write, inside, inside, scale, COMPUTE)
 
 
 @triton.jit
@@ -105,7 +103,6 @@ def _fill(
     sources,
     out,
     scale,
-    nonfinite,
     program,
     GROUPS: tl.constexpr,
     g: tl.constexpr,
@@ -127,9 +124,9 @@ def _fill(
     else:
         read = source + strided_offsets(index.to(tl.int32), SHAPE, STRIDE)
     if begin + BLOCK <= size:
-        _move(read, write, None, None, scale, nonfinite, COMPUTE)
+        _move(read, write, None, None, scale, COMPUTE)
     else:
-        _move(read, write, index < size, index < room, scale, nonfinite, COMPUTE)
+        _move(read, write, index < size, index < room, scale, COMPUTE)
 
 
 @triton.jit
@@ -137,7 +134,6 @@ def _group(
     sources,
     out,
     scale,
-    nonfinite,
     program,
     GROUPS: tl.constexpr,
     g: tl.constexpr,
@@ -149,18 +145,16 @@ def _group(
     COUNT: tl.constexpr = of(GROUPS, g, "count")
     if (program >= STARTS[0]) & (program < STARTS[COUNT]):
         if of(GROUPS, g, "tile") >= 0:
-            _fill_by_tiles(sources[0], out, scale, nonfinite, program, GROUPS, g, TILE, COMPUTE)
+            _fill_by_tiles(sources[0], out, scale, program, GROUPS, g, TILE, COMPUTE)
         else:
-            _fill(sources, out, scale, nonfinite, program, GROUPS, g, BLOCK, COMPUTE)
+            _fill(sources, out, scale, program, GROUPS, g, BLOCK, COMPUTE)
 
 
 @triton.jit
-def _kernel(
-    sources, out, scale, nonfinite, GROUPS: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr, COMPUTE: tl.constexpr
-):
+def _kernel(sources, out, scale, GROUPS: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr, COMPUTE: tl.constexpr):
     program = tl.program_id(0)
     for g in tl.static_range(len(sources)):
-        _group(sources[g], out, scale, nonfinite, program, GROUPS, g, BLOCK, TILE, COMPUTE)
+        _group(sources[g], out, scale, program, GROUPS, g, BLOCK, TILE, COMPUTE)
 
 
 def launches(
@@ -168,11 +162,10 @@ def launches(
     gradients: Sequence[torch.Tensor],
     offsets: Sequence[int],
     scale: torch.Tensor | None = None,
-    nonfinite: torch.Tensor | None = None,
     kept: Sequence[int] = (),
 ) -> list[Launch]:
     """Together they fill all of ``out`` but for the stretches that are ``kept``."""
-    shared = {"out": out, "scale": scale, "nonfinite": nonfinite, "BLOCK": BLOCK, "TILE": TILE}
+    shared = {"out": out, "scale": scale, "BLOCK": BLOCK, "TILE": TILE}
     compute = triton_dtype(compute_dtype(out, *gradients))
     return [
         Launch(_kernel, programs, {"sources": sources, **shared, "GROUPS": groups, "COMPUTE": compute})
@@ -186,11 +179,10 @@ def flatten(
     numel: int,
     dtype: torch.dtype,
     scale: torch.Tensor | None = None,
-    nonfinite: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """As `fsdp_compiled.kernels.reference.flatten`."""
     out = gradients[0].new_empty(numel, dtype=dtype)
-    for launch in launches(out, gradients, offsets, scale, nonfinite):
+    for launch in launches(out, gradients, offsets, scale):
         launch.run(out.device)
     return out
 

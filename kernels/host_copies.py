@@ -161,9 +161,4 @@ _define("restore", restore, _shape)
 _define("restored", restored, _first)
 
 operators = torch.ops.fsdp_compiled
-COPIES = (
-    operators.store_.default,
-    operators.stored.default,
-    operators.restore.default,
-    operators.restored.default,
-)
+COPIES = tuple(getattr(operators, name).default for name in _SCHEMAS)

@@ -6,7 +6,7 @@ make.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass, fields
 from functools import lru_cache
 from typing import Any
 
@@ -17,23 +17,16 @@ import triton.language as tl
 from fsdp_compiled.kernels.layout import PLANS, Group
 
 
-def constants(value: Any) -> Any:
-    """A constant as Triton is given it: tuples, names and numbers, a dataclass as pairs of a name and a value.
+@lru_cache(PLANS)
+def group_constants(group: Group) -> tuple[tuple[str, Any], ...]:
+    """A group as Triton is given it: pairs of a name and a value.
 
     Its text is a part of the key under which Triton keeps a compiled kernel, and its hooks write it as JSON. So all
     that a kernel reads stands in it, what is worked out (``DERIVED``) too: a property, read while the kernel compiles,
     would change without the key, and an old kernel would run.
     """
-    if is_dataclass(value):
-        names = (*(entry.name for entry in fields(value)), *getattr(value, "DERIVED", ()))
-        return tuple((name, constants(getattr(value, name))) for name in names)
-    return tuple(map(constants, value)) if isinstance(value, tuple) else value
-
-
-@lru_cache(PLANS)
-def group_constants(group: Group) -> Any:
-    """The same of a group, worked out once."""
-    return constants(group)
+    names = (*(entry.name for entry in fields(group)), *group.DERIVED)
+    return tuple((name, getattr(group, name)) for name in names)
 
 
 @dataclass(frozen=True)
@@ -48,12 +41,9 @@ class Launch:
     @property
     def given(self) -> dict[str, Any]:
         """The arguments as the kernel gets them."""
-        made = {}
-        if "GROUPS" in self.arguments:
-            made["GROUPS"] = tuple(map(group_constants, self.arguments["GROUPS"]))
-        if "OPTIONS" in self.arguments:
-            made["OPTIONS"] = constants(self.arguments["OPTIONS"])
-        return self.arguments | made
+        if "GROUPS" not in self.arguments:
+            return self.arguments
+        return self.arguments | {"GROUPS": tuple(map(group_constants, self.arguments["GROUPS"]))}
 
     def run(self, device: torch.device) -> None:
         if self.programs:
@@ -120,12 +110,3 @@ def located(GROUPS: tl.constexpr, g: tl.constexpr, program, BLOCK: tl.constexpr)
     COUNT: tl.constexpr = of(GROUPS, g, "count")
     start, offset, size, room = place(STARTS, OFFSETS, SIZES, STOPS, program, 0, COUNT)
     return (program - start).to(tl.int64) * BLOCK, offset, size, room
-
-
-@triton.jit
-def count_nonfinite(values, nonfinite):
-    """Adds how many of them are infinite or NaN to ``nonfinite``; integers, so in any order the same."""
-    if nonfinite is not None:
-        count = tl.sum((~(tl.abs(values) < float("inf"))).to(tl.int32))
-        if count > 0:
-            tl.atomic_add(nonfinite, count.to(nonfinite.dtype.element_ty), sem="relaxed")

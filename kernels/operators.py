@@ -15,7 +15,6 @@ from typing import Any
 import torch
 
 from fsdp_compiled.kernels import reference
-from fsdp_compiled.kernels.reference import Adam
 
 Function = Callable[..., Any]
 Tensors = Sequence[torch.Tensor]
@@ -25,8 +24,6 @@ _LIBRARY = torch.library.Library("fsdp_compiled", "FRAGMENT")
 _ADAM = "float beta1, float beta2, float eps, float weight_decay, bool decoupled, bool maximize"
 _SCHEMAS = {
     "flatten": "(Tensor[] gradients, int[] offsets, int numel, ScalarType dtype, Tensor? scale=None) -> Tensor",
-    "flatten.counted": "(Tensor[] gradients, int[] offsets, int numel, ScalarType dtype, Tensor? scale, "
-    "Tensor(a!) nonfinite) -> Tensor",
     "flatten_": "(Tensor(a!) flat, Tensor[] gradients, int[] offsets, int[] kept) -> ()",
     "accumulate_": "(Tensor(a!)[] totals, Tensor[] parts, Tensor? scale=None, Tensor(b!)? nonfinite=None) -> Tensor",
     "measure": "(Tensor[] parts, Tensor? scale=None, Tensor(a!)? nonfinite=None) -> Tensor",
@@ -133,26 +130,21 @@ def _kernel(module: str, function: str) -> Function:
 # What runs an operator, by its name and the kind of device; the kernels are tried against the references (`trial`).
 IMPLEMENTATIONS: dict[str, Function] = {}  # the references
 RUNS: dict[tuple[str, str], Function] = {}
-OPTIONS: dict[str, type | None] = {}  # what an operator's numbers are put together as
 
 
 def _checked(name: str, device: str, check: Function) -> Function:
     """What runs the operator there, after ``check`` of its positional arguments."""
-    kind = OPTIONS[name]
 
     def checked(*arguments: Any, **numbers: Any) -> Any:
         check(*arguments)
-        return RUNS[name, device](*arguments, **({"options": kind(**numbers)} if kind else numbers))
+        return RUNS[name, device](*arguments, **numbers)
 
     return checked
 
 
-def _define(
-    name: str, module: str, check: Function, shape: Function, kind: type | None = None, function: str = ""
-) -> None:
-    function = function or name.partition(".")[0].rstrip("_")
+def _define(name: str, module: str, check: Function, shape: Function, function: str = "") -> None:
+    function = function or name.rstrip("_")
     _LIBRARY.define(f"{name}{_SCHEMAS[name]}", tags=(torch.Tag.flexible_layout,) if function == "flatten" else ())
-    OPTIONS[name] = kind
     IMPLEMENTATIONS[name] = RUNS[name, "cpu"] = getattr(reference, function)
     RUNS[name, "cuda"] = _kernel(module, function)
     for device in ("cpu", "cuda"):
@@ -161,24 +153,13 @@ def _define(
 
 
 _define("flatten", "flatten", check_places, _flat_shape)
-_define("flatten.counted", "flatten", check_places, _flat_shape)
 _define("flatten_", "flatten", check_stretches, _nothing, function="flatten_into")
 _define("accumulate_", "accumulate", check_lists, _squares_shape)
 _define("measure", "accumulate", check_lists, _squares_shape)
-_define("adam_", "update", check_lists, _nothing, Adam)
+_define("adam_", "update", check_lists, _nothing)
 _define("pack", "quantize", check_values, _packed_shape)
 _define("unpack", "quantize", check_packed(lambda numel, rows: (numel, rows)), _unpacked_shape)
 _define("combine", "quantize", check_packed(lambda numel, rows: (numel, 1)), _unpacked_shape)
 
 operators = torch.ops.fsdp_compiled
-KERNELS = (
-    operators.flatten.default,
-    operators.flatten.counted,
-    operators.flatten_.default,
-    operators.accumulate_.default,
-    operators.measure.default,
-    operators.adam_.default,
-    operators.pack.default,
-    operators.unpack.default,
-    operators.combine.default,
-)
+KERNELS = tuple(getattr(operators, name).default for name in _SCHEMAS)

@@ -1,16 +1,13 @@
 """What each kernel computes, in plain PyTorch: the oracle of its tests, and what runs on a CPU.
 
 Numbers are worked out in float32, in float64 where a tensor is, and rounded once, where they are stored. Scales, rates
-and counts are 0-d tensors: nothing reads them on the host. What an update depends on besides (`Adam`) are constants of
-the compiled kernel.
+and counts are 0-d tensors: nothing reads them on the host. The numbers that an update depends on besides
+are constants of the compiled kernel.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 
@@ -30,20 +27,14 @@ def compute_dtype(*tensors: torch.Tensor | torch.dtype) -> torch.dtype:
     return torch.float64 if torch.float64 in dtypes else torch.float32
 
 
-def _count(values: torch.Tensor, nonfinite: torch.Tensor | None) -> None:
-    if nonfinite is not None:
-        nonfinite += values.isfinite().logical_not().sum()
-
-
 def flatten(
     gradients: Sequence[torch.Tensor],
     offsets: Sequence[int],
     numel: int,
     dtype: torch.dtype,
     scale: torch.Tensor | None = None,
-    nonfinite: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """``flat[offset : offset + n] = scale * gradient``, zero elsewhere; values that are not finite are counted."""
+    """``flat[offset : offset + n] = scale * gradient``, zero elsewhere."""
     flat = gradients[0].new_zeros(numel, dtype=dtype)
     for gradient, offset in zip(gradients, offsets, strict=True):
         values = gradient.reshape(-1)
@@ -51,7 +42,6 @@ def flatten(
             compute = compute_dtype(gradient, dtype)
             values = values.to(compute) * scale.to(compute)
         flat[offset : offset + gradient.numel()].copy_(values)
-    _count(flat, nonfinite)
     return flat
 
 
@@ -93,7 +83,8 @@ def measure(
     dtype = compute_dtype(*parts)
     squares = [torch.zeros(0, dtype=dtype, device=parts[0].device)]
     for part in parts:
-        _count(part, nonfinite)
+        if nonfinite is not None:
+            nonfinite += part.isfinite().logical_not().sum()
         compute = compute_dtype(part)
         values = part.to(compute)
         if scale is not None:
@@ -106,37 +97,6 @@ def measure(
 def squares_of(parts: Sequence[torch.Tensor]) -> int:
     """How many sums of squares `measure` returns."""
     return sum(ceil_div(part.numel(), SQUARES) for part in parts)
-
-
-@dataclass(frozen=True)
-class Adam:
-    """`torch.optim.Adam`'s, or `AdamW`'s where the weight decay is ``decoupled`` from the gradient."""
-
-    DERIVED: ClassVar = ("fresh1", "fresh2", "log_beta1", "log_beta2")
-
-    beta1: float
-    beta2: float
-    eps: float
-    weight_decay: float
-    decoupled: bool
-    maximize: bool
-
-    # Differences of numbers near one are taken here, in float64.
-    @property
-    def fresh1(self) -> float:
-        return 1 - self.beta1
-
-    @property
-    def fresh2(self) -> float:
-        return 1 - self.beta2
-
-    @property
-    def log_beta1(self) -> float:
-        return math.log(self.beta1) if self.beta1 else -1e4
-
-    @property
-    def log_beta2(self) -> float:
-        return math.log(self.beta2) if self.beta2 else -1e4
 
 
 def adam(
@@ -152,34 +112,37 @@ def adam(
     scheduled: torch.Tensor | None = None,
     skipped: torch.Tensor | None = None,
     *,
-    options: Adam,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    weight_decay: float,
+    decoupled: bool,
+    maximize: bool,
 ) -> None:
-    """`torch.optim.Adam` or `AdamW` at a ``step`` that counts from 1.
+    """`torch.optim.Adam`, or `AdamW` where the weight decay is ``decoupled``, at a ``step`` that counts from 1.
 
-    ``factor`` scales the gradients (clipping), ``scheduled`` takes the place of the options' ``beta1``,
+    ``factor`` scales the gradients (clipping), ``scheduled`` takes the place of ``beta1``,
     ``max_exp_avg_sqs`` may be empty (no AMSGrad), and ``copies``, if there are any, receive the parameters in their
     own dtype. Where ``skipped`` is more than 0 nothing is written.
     """
-    beta1 = torch.full_like(step, options.beta1, dtype=torch.float64) if scheduled is None else scheduled.double()
-    correction1 = 1 - beta1 ** step.double()
-    correction2 = (1 - options.beta2 ** step.double()).sqrt()
+    first = torch.full_like(step, beta1, dtype=torch.float64) if scheduled is None else scheduled.double()
+    correction1 = 1 - first ** step.double()
+    correction2 = (1 - beta2 ** step.double()).sqrt()
     for index, parameter in enumerate(parameters):
         compute = compute_dtype(parameter)
         value, average, square = (tensor.to(compute) for tensor in (parameter, exp_avgs[index], exp_avg_sqs[index]))
-        gradient = _gradient(gradients[index], compute, factor, options.maximize)
-        if options.weight_decay and options.decoupled:
-            value = value - (lr * options.weight_decay).to(compute) * value
-        elif options.weight_decay:
-            gradient = gradient + options.weight_decay * value
-        average = average + (1 - beta1).to(compute) * (gradient - average)
-        square = options.beta2 * square + options.fresh2 * (gradient * gradient)
+        gradient = _gradient(gradients[index], compute, factor, maximize)
+        if weight_decay and decoupled:
+            value = value - (lr * weight_decay).to(compute) * value
+        elif weight_decay:
+            gradient = gradient + weight_decay * value
+        average = average + (1 - first).to(compute) * (gradient - average)
+        square = beta2 * square + (1 - beta2) * (gradient * gradient)
         largest = square
         if max_exp_avg_sqs:
             largest = torch.maximum(max_exp_avg_sqs[index].to(compute), square)
             _write(max_exp_avg_sqs[index], largest, skipped)
-        value = value - (lr / correction1).to(compute) * average / (
-            largest.sqrt() / correction2.to(compute) + options.eps
-        )
+        value = value - (lr / correction1).to(compute) * average / (largest.sqrt() / correction2.to(compute) + eps)
         _write(exp_avgs[index], average, skipped)
         _write(exp_avg_sqs[index], square, skipped)
         _write(parameter, value, skipped)

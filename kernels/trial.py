@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from fsdp_compiled.kernels import host_copies
-from fsdp_compiled.kernels.operators import IMPLEMENTATIONS, OPTIONS, RUNS
+from fsdp_compiled.kernels.operators import IMPLEMENTATIONS, RUNS
 
 SIZES = (5000, 1, 33)  # elements; a block is 1,024 or 4,096
 ROWS = 3  # of what is packed
@@ -73,8 +73,7 @@ def _arguments(like: Like, device: torch.device) -> tuple[list[Any], dict[str, A
     }
     if flattens:
         made["gradients"] = lambda: gradients
-    schema = getattr(torch.ops.fsdp_compiled, like.name.partition(".")[0])
-    overload = getattr(schema, like.name.partition(".")[2] or "default")
+    overload = getattr(torch.ops.fsdp_compiled, like.name).default
     found: list[Any] = []
     for argument in overload._schema.arguments:
         name = argument.name
@@ -89,8 +88,7 @@ def _arguments(like: Like, device: torch.device) -> tuple[list[Any], dict[str, A
         else:
             found.append([] if "[]" in str(argument.type) or "List" in str(argument.type) else None)
     numbers.pop("dtype", None)
-    kind = OPTIONS.get(like.name)
-    return found, ({"options": kind(**numbers)} if kind else numbers)
+    return found, numbers
 
 
 def _values(generator: torch.Generator, dtype: torch.dtype, device: torch.device) -> torch.Tensor:

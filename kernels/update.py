@@ -21,6 +21,7 @@ while it searches for its own; with 32 tensors in five lists that were 109 of th
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -30,7 +31,7 @@ import triton.language as tl
 
 from fsdp_compiled.kernels.launch import Launch, located, of, pick, triton_dtype
 from fsdp_compiled.kernels.layout import list_groups
-from fsdp_compiled.kernels.reference import Adam, compute_dtype
+from fsdp_compiled.kernels.reference import compute_dtype
 
 BLOCK = 1024
 WARPS = 8
@@ -190,8 +191,7 @@ def adam_launches(
     factor: torch.Tensor | None = None,
     scheduled: torch.Tensor | None = None,
     skipped: torch.Tensor | None = None,
-    *,
-    options: Adam,
+    **numbers: Any,
 ) -> list[Launch]:
     """One launch for each `TENSORS` of a set of dtypes; a list that is empty is not there."""
     lists = {
@@ -208,7 +208,7 @@ def adam_launches(
         chosen = {name: tuple(tensors[i] for i in places) if tensors else None for name, tensors in lists.items()}
         constants = {
             "GROUPS": (group,),
-            "OPTIONS": options,
+            "OPTIONS": _options(**numbers),
             "BLOCK": BLOCK,
             "COMPUTE": triton_dtype(compute_dtype(parameters[places[0]])),
         }
@@ -216,7 +216,13 @@ def adam_launches(
     return found
 
 
-def adam(*arguments: Any, options: Adam) -> None:
+def _options(beta1: float, beta2: float, **numbers: Any) -> tuple[tuple[str, Any], ...]:
+    """The numbers as the kernel gets them; differences of numbers near one are taken here, in float64."""
+    logs = {f"log_beta{n}": math.log(beta) if beta else -1e4 for n, beta in ((1, beta1), (2, beta2))}
+    return tuple({"beta2": beta2, "fresh1": 1 - beta1, "fresh2": 1 - beta2, **logs, **numbers}.items())
+
+
+def adam(*arguments: Any, **numbers: Any) -> None:
     """As `fsdp_compiled.kernels.reference.adam`."""
-    for launch in adam_launches(*arguments, options=options):
+    for launch in adam_launches(*arguments, **numbers):
         launch.run(launch.arguments["lr"].device)

@@ -22,13 +22,15 @@ from triton.runtime import driver
 
 from fsdp_compiled.kernels import accumulate, flatten, quantize, update
 from fsdp_compiled.kernels.launch import Launch
-from fsdp_compiled.kernels.reference import SQUARES, Adam, row_of
+from fsdp_compiled.kernels.reference import SQUARES, row_of
 
 RECORD = Path(__file__).parent / "golden" / "registers.json"
 ARCHITECTURES = (80, 90, 100)
 REGISTERS = 128  # with this many, 16 warps fit on a multiprocessor: enough loads in flight
 THREADS = 32
-ADAMW = Adam(0.9, 0.999, 1e-8, 0.1, decoupled=True, maximize=False)
+ADAMW: dict[str, Any] = {
+    "beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 0.1, "decoupled": True, "maximize": False,
+}  # fmt: skip
 
 
 def tensor(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -45,8 +47,7 @@ def flattened(dtype: torch.dtype, reduced: torch.dtype, transposed: bool = False
     for gradient in gradients:
         offsets.append(end)
         end += -(-gradient.numel() // 64) * 64
-    count = torch.empty((), dtype=torch.int64, device="meta")
-    (launch,) = flatten.launches(tensor(end, dtype=reduced), gradients, offsets, tensor(), count)
+    (launch,) = flatten.launches(tensor(end, dtype=reduced), gradients, offsets, tensor())
     return launch
 
 
@@ -87,7 +88,7 @@ def adams(copies: bool, count: int, skipped: bool = False) -> list[Launch]:
         tensor(),
         None,
         tensor() if skipped else None,
-        options=ADAMW,
+        **ADAMW,
     )
 
 
@@ -225,15 +226,13 @@ def other_forms() -> dict[str, Launch]:
     ]
     offsets = [64, 20_000, 30_000, 40_000]
     mine, half = shards(), shards(BF16)
-    coupled = Adam(0.9, 0.999, 1e-8, 0.1, decoupled=False, maximize=True)
+    coupled = ADAMW | {"decoupled": False, "maximize": True}
     double = shards(torch.float64)
     found = {"strided": flatten.launches(tensor(2**32, dtype=torch.float16), gradients, offsets)}
     count = tensor(dtype=torch.int64)
     found["accumulate"] = accumulate.launches(double, mine, tensor(10_000, dtype=torch.float64), scalar, count)
-    found["adam"] = update.adam_launches(
-        mine, half, mine, mine, mine, half, wide, scalar, None, wide, wide, options=coupled
-    )
-    found["adam in float64"] = update.adam_launches(*[double] * 4, [], [], wide, scalar, options=ADAMW)
+    found["adam"] = update.adam_launches(mine, half, mine, mine, mine, half, wide, scalar, None, wide, wide, **coupled)
+    found["adam in float64"] = update.adam_launches(*[double] * 4, [], [], wide, scalar, **ADAMW)
     odd = {"numel": 5 * 2**29 + 1, "ranks": 3}  # rows that end in the midst of a block
     found["pack"], found["unpack"] = [packed(torch.float16, "int8", **odd)], [unpacked(torch.float16, "fp8", **odd)]
     return {name: launches[0] for name, launches in found.items()}

@@ -195,5 +195,4 @@ def _like(node: fx.Node) -> Like:
             numbers[argument.name] = given
     rows = dict.fromkeys(zip(*lists.values(), strict=True))  # each combination of dtypes once
     dtypes = tuple(zip(lists, zip(*rows, strict=True), strict=True))
-    name = schema.name.removeprefix("fsdp_compiled::") + (f".{schema.overload_name}" if schema.overload_name else "")
-    return Like(name, dtypes, tuple(scalars.items()), tuple(numbers.items()))
+    return Like(schema.name.removeprefix("fsdp_compiled::"), dtypes, tuple(scalars.items()), tuple(numbers.items()))

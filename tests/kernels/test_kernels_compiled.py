@@ -149,7 +149,7 @@ def test_one_launch_for_32_shards_would_not() -> None:
 
 def test_a_row_with_an_odd_address_does_not_narrow_the_others() -> None:
     lists = [[torch.empty(4097)[1:], *(torch.empty(4096) for _ in range(2))], *([torch.empty(4096)] * 3,) * 3]
-    whole, odd = update.adam_launches(*lists, [], [], tensor(), tensor(), options=ADAMW)[::-1]
+    whole, odd = update.adam_launches(*lists, [], [], tensor(), tensor(), **ADAMW)[::-1]
     assert [len(launch.arguments["parameters"]) for launch in (whole, odd)] == [2, 1]
     assert not problems("adamw", compiled(whole, 90))
     whole, odd = accumulate.launches(lists[0], lists[1], tensor(3), None, None)[::-1]
@@ -159,7 +159,7 @@ def test_a_row_with_an_odd_address_does_not_narrow_the_others() -> None:
 def test_narrow_accesses_are_noticed() -> None:
     """Addresses that are no multiple of 16 bytes; the memory is never touched."""
     lists = [[torch.empty(9_437_185)[1:]] for _ in range(4)]
-    (launch,) = update.adam_launches(*lists, [], [], tensor(), tensor(), options=ADAMW)
+    (launch,) = update.adam_launches(*lists, [], [], tensor(), tensor(), **ADAMW)
     said = problems("adamw", compiled(launch, 90))
     assert any("loads of 128 bits" in problem for problem in said)
     assert any("stores of 128 bits" in problem for problem in said)
@@ -195,7 +195,7 @@ def test_many_tensors_are_launches_that_each_compile_well(kind: str) -> None:
     many = 3 * MOST + 5
     if kind == "adam":
         launches = update.adam_launches(
-            *[[tensor(16_384) for _ in range(many)] for _ in range(4)], [], [], tensor(), tensor(), options=ADAMW
+            *[[tensor(16_384) for _ in range(many)] for _ in range(4)], [], [], tensor(), tensor(), **ADAMW
         )
     else:
         sources = [tensor(128, 128) for _ in range(many)]

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 
 from fsdp_compiled.kernels import quantize, reference
 from fsdp_compiled.kernels.flatten import strided_offsets, tile_corner
-from fsdp_compiled.kernels.launch import constants, located
+from fsdp_compiled.kernels.launch import group_constants, located
 from fsdp_compiled.kernels.layout import MOST, TILE, Group, ceil_div, contiguous
 from fsdp_compiled.kernels.operators import RUNS
 from fsdp_compiled.kernels.reference import ROW, SCALED
@@ -171,7 +171,12 @@ def test_a_program_far_behind_finds_its_place(piece: int, fraction: float) -> No
     last = starts[piece + 1] - starts[piece] - 1
     block = int(fraction * last)
     out = torch.full((4,), -1)
-    _locate[(1,)](out, torch.tensor(starts[piece] + block, dtype=torch.int32), GROUPS=constants(groups), BLOCK=4096)
+    _locate[(1,)](
+        out,
+        torch.tensor(starts[piece] + block, dtype=torch.int32),
+        GROUPS=tuple(map(group_constants, groups)),
+        BLOCK=4096,
+    )
     assert out.tolist() == [block * 4096, offsets[piece], lengths[piece], stops[piece] - offsets[piece]]
 
 
