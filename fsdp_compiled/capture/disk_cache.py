@@ -16,10 +16,10 @@ import socket
 import sys
 import tempfile
 import uuid
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import IO, Any, TypeVar
 
 import torch
 from torch import backends
@@ -90,17 +90,24 @@ def write(place: Path, content: bytes) -> None:
 
 def put(place: Path, content: bytes, durable: bool = False) -> None:
     """Writes the file with all of its content, or leaves it as it was; ``durable``: even if the machine stops."""
-    with tempfile.NamedTemporaryFile(dir=place.parent, prefix=".", delete=False) as file:
-        try:
-            file.write(content)
+    with whole_file(place, "wb", durable) as file:
+        file.write(content)
+
+
+@contextmanager
+def whole_file(path: Path, mode: str = "w", durable: bool = True) -> Iterator[IO[Any]]:
+    """A file that is at ``path`` once all of it is written, and on disk if ``durable``; until then, what was there
+    stays."""
+    unfinished = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}")
+    try:
+        with unfinished.open(mode) as file:
+            yield file
             file.flush()
             if durable:
                 os.fsync(file.fileno())
-            os.chmod(file.name, 0o644)
-            os.replace(file.name, place)
-        except BaseException:
-            os.unlink(file.name)
-            raise
+        os.replace(unfinished, path)
+    finally:
+        unfinished.unlink(missing_ok=True)
 
 
 def settings() -> str:

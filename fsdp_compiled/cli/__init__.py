@@ -9,7 +9,7 @@ import importlib
 import sys
 import time
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from pathlib import Path
 from typing import NamedTuple
 
@@ -110,19 +110,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"fsdp-compiled bench: error: benchmarks are no part of an installed package: {cure}.", file=sys.stderr)
         return 2
     chosen = parser(arguments[0] if arguments else None).parse_args(arguments)
-    unsupported: tuple[type[RuntimeError], ...] = ()
-    try:
-        inside: AbstractContextManager[None] = nullcontext()
-        if chosen.command not in ("show", "diff", "convert"):  # which need no model
-            from fsdp_compiled.torch_private.names import UnsupportedTorch, supported
+    from fsdp_compiled.torch_private.names import UnsupportedTorch, supported
 
-            inside, unsupported = supported(), (UnsupportedTorch,)
-        with inside:
+    needs_no_model = chosen.command in ("show", "diff", "convert")
+    try:
+        with nullcontext() if needs_no_model else supported():
             module = importlib.import_module(COMMANDS[chosen.command].module)
             return int(getattr(module, f"run_{chosen.command}")(chosen, arguments))
-    except (ValueError, RuntimeError) as error:
-        if not isinstance(error, (ValueError, *unsupported)):
-            raise
+    except (ValueError, UnsupportedTorch) as error:
         print(f"fsdp-compiled {chosen.command}: error: {error}", file=sys.stderr)
         return 2
     except BrokenPipeError:  # the reader, `head` for one, has seen enough

@@ -13,11 +13,11 @@ import logging
 import math
 import os
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
+
+from fsdp_compiled.capture.disk_cache import whole_file
 
 EXTRA = "pip install 'fsdp-compiled[train]'"
 FILE = "metrics.jsonl"
@@ -33,20 +33,6 @@ class Record:
     tokens_per_second: float  # all ranks together, without compilation and validation; 0 at the first step
     peak_memory: int  # bytes, of rank 0
     seconds: float  # since the run, or this attempt at it, began
-
-
-@contextmanager
-def whole_file(path: Path, mode: str = "w") -> Iterator[IO[Any]]:
-    """A file that is at ``path`` once all of it is written and on disk; until then, what was there stays."""
-    unfinished = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        with unfinished.open(mode) as file:
-            yield file
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(unfinished, path)
-    finally:
-        unfinished.unlink(missing_ok=True)
 
 
 class Journal:

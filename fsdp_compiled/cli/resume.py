@@ -12,6 +12,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+from fsdp_compiled.capture.disk_cache import whole_file
 from fsdp_compiled.cli import clock, journal
 from fsdp_compiled.cli.options import TrainOptions
 
@@ -64,7 +65,7 @@ def write(options: TrainOptions) -> None:
     about = {"out": str(out.absolute()), "options": {name: asdict(options)[name] for name in (*KEPT, "steps")}}
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with journal.whole_file(folder / FILE) as file:
+        with whole_file(folder / FILE) as file:
             file.write(json.dumps(about, indent=2) + "\n")
     except OSError as error:
         why = error.strerror or error

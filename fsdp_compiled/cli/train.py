@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from fsdp_compiled import LossScale, Policy, compile_sharded
 from fsdp_compiled.analysis.best_effort import attempt
+from fsdp_compiled.capture.disk_cache import whole_file
 from fsdp_compiled.cli import summary
 from fsdp_compiled.cli.clock import Attempts, Clock
 from fsdp_compiled.cli.data import (
@@ -32,7 +33,7 @@ from fsdp_compiled.cli.data import (
     unigram_loss,
 )
 from fsdp_compiled.cli.gpt import GPT, GPTConfig, decay_groups, next_byte_loss
-from fsdp_compiled.cli.journal import Compiling, Journal, Progress, Record, whole_file
+from fsdp_compiled.cli.journal import Compiling, Journal, Progress, Record
 from fsdp_compiled.cli.options import TrainOptions
 from fsdp_compiled.cli.rank import STOPPED, RankInfo, Ranks, Stop, began
 from fsdp_compiled.cli.summary import Read, Unread, blame, configuration, curve, first_line, generate

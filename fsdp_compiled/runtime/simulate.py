@@ -185,13 +185,13 @@ def this_cpu(plan: Plan) -> Cluster:
     Choices go by `plan.hardware.CPU`, since all ranks have to make the same; prices go by this.
     """
     share = min(1.0, (os.cpu_count() or 1) / (plan.world * plan.tp * torch.get_num_threads()))
-    single, half, memory, kernel = _rates(torch.get_num_threads())
+    single, half, memory, kernel = _achieved(torch.get_num_threads())
     flops = {torch.float32: single * share, torch.bfloat16: half * share}
     return replace(plan.machine, flops=flops, memory=memory * share, kernel=kernel, name="cpu")
 
 
 @cache
-def _rates(threads: int) -> tuple[float, float, float, float]:
+def _achieved(threads: int) -> tuple[float, float, float, float]:
     """Operations a second of products of ``[512, 512]`` in float32 and in bfloat16, bytes a second of a sum of tensors
     of 4 MiB, and seconds of the shortest operator: the best of a few each, some 50 ms in all."""
 

@@ -5,7 +5,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from fsdp_compiled.cli.journal import Compiling, Journal, Progress, Record, seconds_left, whole_file
+from fsdp_compiled.capture.disk_cache import whole_file
+from fsdp_compiled.cli.journal import Compiling, Journal, Progress, Record, seconds_left
 from fsdp_compiled.cli.summary import curve, printable, smooth, table
 
 
