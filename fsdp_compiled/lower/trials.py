@@ -91,10 +91,13 @@ def free_memory() -> float:
         free = float(lines["MemAvailable"].split()[0]) * 1024
     except (OSError, KeyError, ValueError):
         return math.inf
+    own = Path("/sys/fs/cgroup")
     try:
-        return min(free, float(Path("/sys/fs/cgroup/memory.max").read_text()))
+        limit, used = (float((own / name).read_text()) for name in ("memory.max", "memory.current"))
+        kept = dict(line.split() for line in (own / "memory.stat").read_text().splitlines())
     except (OSError, ValueError):  # ValueError: "max"
         return free
+    return min(free, limit - used + float(kept.get("inactive_file", 0)))  # files that it lets go of
 
 
 def checksum(tensor: torch.Tensor) -> Checksum:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -130,6 +131,7 @@ def test_what_the_rest_is_told() -> None:
         ("a sum", lambda a, b: operators.flatten([a @ b + 1], [0], 6400, a.dtype), (A, B)),
         ("a part", lambda a, b: operators.flatten([(a @ b)[:32]], [0], 6400, a.dtype), (A, B)),
         ("read twice", lambda a, b: (operators.flatten([c := a @ b], [0], 6400, a.dtype), c + 1), (A, B)),
+        ("in two places", lambda a, b: operators.flatten([c := a @ b, c], [0, 6000], 12000, a.dtype), (A, B)),
         ("no product", lambda a, b: operators.flatten([a, b], [0, 4000], 8000, a.dtype), (A, B)),
         ("nothing", lambda a, b: operators.flatten([a[:0] @ b], [0], 6400, a.dtype), (A, B)),
     ],
@@ -304,6 +306,35 @@ def test_blocks_that_multiply_with_each_others_weights() -> None:
     assert counted == [6, 0]
     for left, right in zip(*found, strict=True):
         assert torch.equal(left, right)
+
+
+class Sum(nn.Module):
+    """One product is the gradient of both weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = (nn.Parameter(torch.randn(24, 24) / 5) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.linear(x, self.a + self.b)
+
+
+def test_one_product_is_the_gradient_of_two_weights() -> None:
+    torch.manual_seed(0)
+    model, rows = Sum(), torch.randn(8, 24)
+    plain = copy.deepcopy(model)
+    optimizer, other = (torch.optim.SGD(one.parameters(), lr=0.1) for one in (model, plain))
+    sharded = compile_sharded(
+        model, optimizer, loss=lambda model, x: model(x).square().mean(), policy=Policy(kernels=True, lower="inductor")
+    )
+    for step in range(3):
+        loss = plain(rows + step).square().mean()
+        torch.testing.assert_close(sharded.step(rows + step), loss.detach())
+        other.zero_grad()
+        loss.backward()
+        other.step()
+    for name, value in sharded.full_state_dict().items():
+        torch.testing.assert_close(value, plain.get_parameter(name).detach())
 
 
 def test_equal_blocks_stay_one_piece() -> None:

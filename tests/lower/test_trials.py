@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -188,6 +189,10 @@ def test_copies_that_a_host_has_no_room_for_are_not_made(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     assert 2**20 < trials.free_memory() < 2**60
+    said = {"memory.max": "100\n", "memory.current": "90\n", "memory.stat": "anon 80\ninactive_file 7\n"}
+    read = Path.read_text
+    monkeypatch.setattr(Path, "read_text", lambda path: said[path.name] if path.name in said else read(path))
+    assert trials.free_memory() == 17
     sharded, plain = make(True), make(False)
     monkeypatch.setattr(trials, "free_memory", lambda: 1024.0)
     for batch in batches(WARM + 4):

@@ -19,8 +19,8 @@ c10d = torch.ops._c10d_functional
 CASES = [(how, dtype) for how in ("sum", "avg") for dtype in ("float32", "float64", "bfloat16")]
 
 
-def reduction(how: str, flat: Tensor, group: str) -> Program:
-    """``wait(reduce_scatter(flat))``, scaled by 2."""
+def reduction(how: str, flat: Tensor, group: str, own: bool = False) -> Program:
+    """``wait(reduce_scatter(flat))``, scaled by 2; ``own``: the model's own."""
     world = dist.get_world_size()
     graph = fx.Graph()
     given = graph.placeholder("flat")
@@ -33,7 +33,7 @@ def reduction(how: str, flat: Tensor, group: str) -> Program:
     for node, role in ((given, None), (part, "reduce"), (waited, "wait"), (twice, "scale")):
         node.meta["val"] = whole if node is given else whole[: flat.shape[0] // world]
         node.meta["phase"] = "backward"
-        if role:
+        if role and not own:
             node.meta["mark"] = Mark(role, "unit", "buffer")  # type: ignore[arg-type]
     return Program(graph, (Port("in", "batch", "flat"), Port("out", "gradient", "buffer")), ())
 
@@ -68,11 +68,14 @@ def compared(how: str, dtype: torch.dtype, group: str) -> dict[str, Any]:
 
 
 def others(group: str) -> list[bool]:
-    """Whether a reduction of rows, which is no flat buffer, would be exchanged, one elsewhere, and one as it should."""
+    """Whether a reduction of rows, which is no flat buffer, would be exchanged, one elsewhere, the model's own, and one
+    as it should."""
     world = dist.get_world_size()
     found = []
-    for given in (torch.zeros(2 * world, 3), torch.zeros(2 * world, device="meta"), torch.zeros(2 * world)):
-        found.append(exchanged(reduction("sum", given, group), {group}).wire != reduction("sum", given, group).wire)
+    flat = torch.zeros(2 * world)
+    for given, own in ((torch.zeros(2 * world, 3), False), (flat.to("meta"), False), (flat, True), (flat, False)):
+        before = reduction("sum", given, group, own)
+        found.append(exchanged(reduction("sum", given, group, own), {group}).wire != before.wire)
     return found
 
 

@@ -130,7 +130,7 @@ def write(graph: fx.Graph, blocks: Collection[str] = (), unrounded: bool = False
             found = [
                 Direct(*one, offset, innermost([one[0].meta.get("path", "")], tuple(blocks)))
                 for gradient, offset in zip(gradients, offsets, strict=True)
-                if (one := _made_by(gradient, dtype, unrounded))
+                if gradients.count(gradient) == 1 and (one := _made_by(gradient, dtype, unrounded))  # type: ignore[union-attr]
             ]
             if found:
                 _rewrite(graph, flat, found)

@@ -80,7 +80,7 @@ def exchange(axes: Collection[str]) -> Callable[[Program, Plan], Program]:
     def transform(program: Program, plan: Plan) -> Program:
         edit = Edit(program)
         for node in edit.graph.find_nodes(op="call_function", target=c10d.reduce_scatter_tensor.default):
-            if is_over(node, axes):
+            if role_of(node) == "reduce" and is_over(node, axes):  # others are the model's own
                 _exchange(edit, node)
         return edit.done("exchange")
 
