@@ -214,7 +214,7 @@ def _to_program(joint: fx.Graph, inputs: list[Port], given: Sequence[Port], resu
                 _effect(graph, node, mapping, phase)
             elif node.target is torch.ops.aten.copy_.default and node.args[0] in tangents:
                 mapping[node] = mapping[node.args[1]]  # the user's own backward wrote in place to its gradient
-            elif node not in mapping and node not in unread and not _is_token(node):
+            elif node not in mapping and node not in unread:
                 mapping[node] = mapping[node.args[0]] if node.target is DETACH else _copy(graph, node, mapping, phase)  # type: ignore[index]
         elif node.op not in ("placeholder", "output"):
             raise CaptureError(
@@ -285,22 +285,11 @@ def _effect(graph: fx.Graph, node: fx.Node, mapping: dict[fx.Node, fx.Node], pha
     copy.meta = {"val": results[0] if results and single else results or None, "phase": phase, "path": path_of(node)}
     copy.meta |= {"effect": True} | _stretch(node)
     for user in node.users:
-        if user.target is getitem and user.args[1] and single:
+        if user.target is getitem and (single or not user.args[1]):  # nothing reads the token
             mapping[user] = copy
-        elif user.target is getitem and user.args[1]:
+        elif user.target is getitem:
             mapping[user] = graph.call_function(getitem, (copy, user.args[1] - 1))  # type: ignore[operator]
             mapping[user].meta = {"val": user.meta["val"], "phase": phase, "path": path_of(node)} | _stretch(node)
-
-
-def _is_token(node: fx.Node) -> bool:
-    """Whether the node takes the token out of an effect's results."""
-    source = node.args[0] if node.args else None
-    return (
-        node.target is getitem
-        and isinstance(source, fx.Node)
-        and source.target is torch.ops.higher_order.with_effects
-        and node.args[1] == 0
-    )
 
 
 def _result_of(tangent: fx.Node) -> Any:

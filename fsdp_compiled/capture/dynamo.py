@@ -15,7 +15,6 @@ import sys
 import types
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -48,7 +47,6 @@ from fsdp_compiled.capture.model_tensors import check_parameters, in_place, is_w
 from fsdp_compiled.capture.python_answers import Answers, noted
 from fsdp_compiled.capture.refusals import refused
 from fsdp_compiled.capture.side_effects import (
-    WRAPPED,
     SideEffects,
     inside,
     is_made_anew,
@@ -95,7 +93,7 @@ def trace_whole(
     ``modes``: the modes to trace under, if not the current ones. ``parts``: which tensors are shards of DTensors.
     ``groups``: see `name_axes`. Raises `CaptureError` with the user's line and the cure.
     """
-    parts = _placed(parts or Parts())
+    parts = parts or Parts()
     objective = Objective(inside(model), loss)
     wrapped = any(inside(module) is not module for module in objective.modules())
     scalar = gradient and not results
@@ -183,16 +181,8 @@ def trace_whole(
             made.flat, made.spec = pytree.tree_flatten((value, aux) if gradient and pair else value)
             made.check_numbers()
             made.layouts = layouts(said, parts.mesh)
-            made.outputs = output_ports(
-                made,
-                {name: before for name, _, _, before in buffers},
-                value,
-                made.flat,
-                replaced,
-                made.side_effects.state,
-                scalar,
-                results,
-            )
+            before = {name: tensor for name, _, _, tensor in buffers}
+            made.outputs = output_ports(made, value, before, replaced, scalar, results)
         except BaseException:
             made.undo()
             raise
@@ -271,16 +261,6 @@ def _check_next(made: Trace, trace: Callable[[Collection[str]], Trace]) -> None:
     left.check(again.closed, again.side_effects.entries, made.tables())
 
 
-def _placed(parts: Parts) -> Parts:
-    """The parts under their names in the objective, without the wrappers that `unwrapped` takes off."""
-    return replace(
-        parts,
-        placements=tuple(
-            (tuple(f"model.{WRAPPED.sub('', name)}" for name in names), tp) for names, tp in parts.placements
-        ),
-    )
-
-
 def _put_hooks(model: nn.Module, error: Exception) -> bool:
     """Installs hooks by which models of transformers collect some outputs of their layers (``output_router_logits``,
     ``output_hidden_states``), if the trace failed where they would be installed; returns whether it installed any.
@@ -346,8 +326,6 @@ def _explained(model: nn.Module, hint: str = "") -> Iterator[None]:
     except BackendCompilerFailed as error:
         if isinstance(error.inner_exception, CaptureError):
             raise error.inner_exception from None
-        raise
-    except CaptureError:
         raise
     except (TorchDynamoException, RuntimeError, AssertionError, TypeError, AttributeError, ArithmeticError) as error:
         raise CaptureError(explanation(type(model).__name__, error) + hint) from error

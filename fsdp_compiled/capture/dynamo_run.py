@@ -216,7 +216,8 @@ class Trace:
                 elif is_mesh(value):
                     port = Port("in", "mesh", node.name)
                 elif isinstance(value, torch.Tensor):
-                    port = Port("in", "constant", _source(node))
+                    name = _source(node)
+                    port = Port("in", "constant", name if name not in self.constants else _name(node))
                     if is_wrapped(value):
                         check_class(port.name, value, parameter=False)
                     self.constants[port.name] = value.detach()
@@ -243,11 +244,9 @@ class Trace:
 
 def output_ports(
     trace: Trace,
-    buffers: Mapping[str, torch.Tensor],
     value: Any,
-    flat: list[Any],
+    buffers: Mapping[str, torch.Tensor],
     replaced: Mapping[str, torch.Tensor],
-    kept: Mapping[str, Any],
     gradient: bool,
     opened: bool,
 ) -> dict[int, Port]:
@@ -258,7 +257,7 @@ def output_ports(
     results = {id(result) for result in trace.results}
     kind: PortKind = "aux" if gradient else "result"
     ports: dict[int, Port] = {}
-    for index, leaf in enumerate(flat):
+    for index, leaf in enumerate(trace.flat):
         if id(leaf) in results:
             ports[id(leaf)] = LOSS if gradient and leaf is value else Port("out", kind, str(index))
         elif isinstance(leaf, NUMBERS):
@@ -287,7 +286,7 @@ def output_ports(
             )
         ports[id(new)] = Port("out", "buffer", port.name)
         trace.replaced.add(port.name)
-    for name, new in kept.items():
+    for name, new in trace.side_effects.state.items():
         ports[id(new)] = Port("out", "constant", name)
     return ports
 
@@ -343,7 +342,7 @@ def _name(node: fx.Node) -> str:
 def _source(node: fx.Node) -> str:
     """Where Dynamo found a closed-over tensor, as the user would write it."""
     text = _name(node).replace("L['objective']", "objective").replace("._modules['model']", ".model")
-    return re.sub(r"\._modules\['([^']+)'\]", r".\1", text).replace("objective.model.", "model.")
+    return re.sub(r"^objective\.model\.", "model.", re.sub(r"\._modules\['([^']+)'\]", r".\1", text))
 
 
 def _check_loss(loss: torch.Tensor) -> None:

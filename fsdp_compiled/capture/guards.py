@@ -54,15 +54,14 @@ from fsdp_compiled.capture.looked_up_names import HOOKS, AbsentNames, Hooks, Met
 from fsdp_compiled.capture.model_tensors import is_wrapped
 from fsdp_compiled.capture.object_identity import (
     EqualValues,
-    KeyOrders,
     check_text,
     has_equals,
-    has_order,
     has_text,
     makes_texts,
 )
 from fsdp_compiled.capture.python_answers import SIGNATURE, Answers, Asked
 from fsdp_compiled.capture.side_effects import unwrapped
+from fsdp_compiled.capture.source_lines import plain_names, words
 from fsdp_compiled.torch_private.dynamo import cache_entries, closure_vars
 
 ELSEWHERE = {
@@ -100,7 +99,7 @@ class Recorder:
         self.code: set[types.CodeType] = set()  # that was traced, functions of functions too
         self._alive: list[Any] = []
         self._tensors: list[str] = []  # Dynamo's names of all that it found
-        self._orders, self._equals = KeyOrders(), EqualValues()
+        self._equals = EqualValues()
 
     def repeat(self, kinds: Sequence[tuple[int, str]], values: Sequence[Any], name: Callable[[int], str]) -> None:
         """Notes the guards of a block that repeats a walked one. ``kinds``: for each guard its place and its kind;
@@ -118,8 +117,6 @@ class Recorder:
 
     def _note(self, name: str, value: Any, kind: str) -> None:
         """Notes what a guard of this kind does not see of the value."""
-        if has_order(value, kind):
-            self._orders.note(name, value)
         if has_equals(value, kind):
             self._equals.note(name, value, kind)
 
@@ -142,7 +139,7 @@ class Recorder:
         for guard in self.kept:  # torch 2.11 and 2.12 expect the same object again, which a property makes anew
             guard.obj_weakref = None
         self._tensors = [entry.orig_guard.name for entry in entries if entry.guard_type == "TENSOR_MATCH"]
-        self._orders, self._equals = KeyOrders(), EqualValues()
+        self._equals = EqualValues()
         for entry in chosen:
             self._note(entry.orig_guard.name, entry.value, entry.guard_type)
         return kept
@@ -187,7 +184,6 @@ class Recorder:
                 check_text(plain_names(name), value)
                 self._equals.note(name, value, "")
         unseen = (
-            self._orders,
             self._equals,
             AbsentNames({**self._met, **self.values}, self.root, self.failed, self.code),
             self.answers.of([*self._met.values(), *self.values.values()], self.code),
@@ -230,7 +226,7 @@ class Guards:
         scope: dict[str, Any],
         hooks: Hooks,
         methods: Methods,
-        unseen: tuple[KeyOrders, EqualValues, AbsentNames, Asked],
+        unseen: tuple[EqualValues, AbsentNames, Asked],
         alive: list[Any],
         wrapped: bool,
     ) -> None:
@@ -238,7 +234,7 @@ class Guards:
         self._check = self._manager.root.check
         self._locals = scope
         self._hooks, self._methods, self._alive = hooks, methods, alive
-        self._asked: list[KeyOrders | EqualValues | AbsentNames | Asked] = [one for one in unseen if one.read]
+        self._asked: list[EqualValues | AbsentNames | Asked] = [one for one in unseen if one.read]
         # Dynamo names modules in the globals of what it traces, for as long as the code that it made is there.
         self._code = entry.code
         self.scope = {"L": scope, "G": self._manager.global_scope["G"], **closure_vars()}
@@ -285,9 +281,10 @@ class Guards:
         if not self._check(self._locals):
             with self.as_traced():
                 parts = list(self._manager.root.check_verbose(self._locals).verbose_code_parts)
-            return next(filter(None, map(self._explain, parts)), None) or ("the model", self.words(parts[0]))
+            return next(filter(None, map(self._explain, parts)), None) or ("the model", words(parts[0], self.scope))
         if (name := self._unseen()) is not None:
-            return self.words(name), f"{self.words(name)}, which is another now, in another order, or has another name"
+            name = words(name, self.scope)
+            return name, f"{name}, which is another now, in another order, or has another name"
         return self._hooks.changed(self._locals["objective"].model) or self._methods.changed()
 
     def _explain(self, part: str) -> tuple[str, str] | None:
@@ -300,7 +297,7 @@ class Guards:
             if "___type(" not in text and "(another object)" not in text and eval(text, dict(self.scope)):
                 return None
             source = next(ast.unparse(node) for node in ast.walk(tree) if _rooted(node))
-            name, said = self.words(source), self.words(text)
+            name, said = words(source, self.scope), words(text, self.scope)
             if "___type(" in text:
                 return f"the class of {name}", f"the class of {name}, which is another"
             if "(another object)" in text:
@@ -310,27 +307,6 @@ class Guards:
                 now = f", which is {_short(eval(source, dict(self.scope)))} now"
             return name, said + now
         return None
-
-    def words(self, text: str) -> str:
-        """Dynamo's names of things as the user would write them."""
-
-        def cell(match: re.Match[str]) -> str:
-            with contextlib.suppress(Exception):
-                function = eval(match[1], dict(self.scope))
-                return f"{function.__name__}'s {function.__code__.co_freevars[int(match[2])]}"
-            return match[0]
-
-        text = re.sub(r"([LG]\['\w+'\](?:\.\w+)*)\.__closure__\[(\d+)\]\.cell_contents", cell, text)
-        return plain_names(text)
-
-
-def plain_names(text: str) -> str:
-    """``L['objective']._modules['model']._modules['a'].p`` -> ``model.a.p``."""
-    text = text.replace("L['objective']", "objective").replace("._modules['model']", ".model")
-    text = re.sub(r"\.(?:__dict__\['_modules'\]|_modules|_parameters|_buffers)\['([^']+)'\]", r".\1", text)
-    text = re.sub(r"G\['__import_(\w+?)'\]", lambda match: match[1].replace("_dot_", "."), text)
-    text = re.sub(r"(?:___)?dict_contains\((.*), (.*)\)", r"\1 in \2", text)
-    return text.replace("objective.model.", "model.").replace("objective.model", "model").replace("L['loss']", "loss")
 
 
 def _rooted(node: ast.AST) -> bool:

@@ -50,17 +50,24 @@ ALONG = ("shard", "replicate")
 
 
 class AllGather(torch.autograd.Function):
-    """``[n] -> [size * n]``: all ranks' parts in order. Backward sums all ranks' gradients of a part."""
+    """``[n] -> [size * n]``: all ranks' parts in order. Backward sums all ranks' gradients of a part: by a
+    reduce-scatter (``scatters``), or here."""
 
     @staticmethod
-    def forward(ctx: Any, part: torch.Tensor, axis: str, size: int) -> torch.Tensor:
-        ctx.axis, ctx.size = axis, size
-        return c10d.wait_tensor(c10d.all_gather_into_tensor(part, size, axis))
+    def forward(ctx: Any, part: torch.Tensor, group: str, size: int, scatters: bool) -> torch.Tensor:
+        ctx.group, ctx.size, ctx.scatters = group, size, scatters
+        return c10d.wait_tensor(c10d.all_gather_into_tensor(part, size, group))
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:  # type: ignore[override]
-        parts = c10d.reduce_scatter_tensor(gradient.contiguous(), "sum", ctx.size, ctx.axis)
-        return c10d.wait_tensor(parts), None, None
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
+        gradient = gradient.contiguous()
+        if ctx.scatters:
+            parts = c10d.wait_tensor(c10d.reduce_scatter_tensor(gradient, "sum", ctx.size, ctx.group))
+        else:
+            lengths = [gradient.shape[0] // ctx.size] * ctx.size
+            parts = c10d.wait_tensor(c10d.all_to_all_single(gradient, lengths, lengths, ctx.group))
+            parts = parts.unflatten(0, (ctx.size, -1)).sum(0)
+        return parts, None, None, None
 
 
 class SequenceAttention(nn.Module):
@@ -88,7 +95,7 @@ class SequenceAttention(nn.Module):
 
         ``positions``: the integer positions of these tokens in their sequences, ``[own time]`` or ``[rows, own time]``.
         """
-        return _attention(q, k, v, positions, positions, self.scale)
+        return _attend(self, q, k, v, positions, ())
 
     def extra_repr(self) -> str:
         return f"axis={self.axis!r}"
@@ -113,21 +120,11 @@ def part_of(tensor: torch.Tensor, rank: int, ranks: int, dim: int) -> torch.Tens
     return torch.cat([pieces[rank], pieces[2 * ranks - 1 - rank]], dim)
 
 
-def _attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, own: torch.Tensor, there: torch.Tensor, scale: float | None
-) -> torch.Tensor:
-    """``own``, ``there``: the positions of queries and of keys."""
-    own, there = (one if one.dim() == 2 else one[None] for one in (own, there))
-    mask = own[:, None, :, None] >= there[:, None, None, :]  # [rows or 1, 1, own time, time]
-    groups = k.shape[1] != q.shape[1]
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=groups)
-
-
 def _gathered(value: torch.Tensor, axis: str, ranks: int) -> torch.Tensor:
     """``[rows, heads, own time, size]`` -> ``[rows, heads, time, size]``."""
     rows, heads, _, size = value.shape
     flat = value.permute(2, 0, 1, 3).flatten(1).contiguous()
-    whole: torch.Tensor = AllGather.apply(flat, axis, ranks)
+    whole: torch.Tensor = AllGather.apply(flat, axis, ranks, True)
     return whole.unflatten(1, (rows, heads, size)).permute(1, 2, 0, 3)
 
 
@@ -135,13 +132,15 @@ def _attend(
     module: SequenceAttention, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, positions: torch.Tensor, axes: Axes
 ) -> torch.Tensor:
     """Forward on ranks along these axes."""
-    ranks = dict(axes).get(module.axis, 1)
-    if ranks == 1:
-        return _attention(q, k, v, positions, positions, module.scale)
-    time_first = positions.movedim(-1, 0).contiguous()
-    there = c10d.wait_tensor(c10d.all_gather_into_tensor(time_first, ranks, module.axis)).movedim(0, -1)
-    k, v = (_gathered(one, module.axis, ranks) for one in (k, v))
-    return _attention(q, k, v, positions, there, module.scale)
+    there, ranks = positions, dict(axes).get(module.axis, 1)  # the positions of keys
+    if ranks > 1:
+        time_first = positions.movedim(-1, 0).contiguous()
+        there = c10d.wait_tensor(c10d.all_gather_into_tensor(time_first, ranks, module.axis)).movedim(0, -1)
+        k, v = (_gathered(one, module.axis, ranks) for one in (k, v))
+    own, there = (one if one.dim() == 2 else one[None] for one in (positions, there))
+    mask = own[:, None, :, None] >= there[:, None, None, :]  # [rows or 1, 1, own time, time]
+    groups = k.shape[1] != q.shape[1]
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=module.scale, enable_gqa=groups)
 
 
 @contextlib.contextmanager
@@ -162,9 +161,6 @@ def check_attention(modules: Iterable[tuple[str, nn.Module]], policy: Policy) ->
             )
 
 
-c10d = torch.ops._c10d_functional
-
-
 def joint_moments(x: torch.Tensor, axes: Axes) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Mean and biased variance of each channel over all ranks, ``[C]`` each, and the number of elements of one."""
     dims = [dim for dim in range(x.dim()) if dim != 1]
@@ -172,7 +168,7 @@ def joint_moments(x: torch.Tensor, axes: Axes) -> tuple[torch.Tensor, torch.Tens
     var, mean = torch.var_mean(x, dims, correction=0)
     count = mean.new_full((1,), x.numel() // channels)
     for axis, size in axes:
-        parts = AllGather.apply(torch.cat([mean, var, count]), axis, size).view(size, 2 * channels + 1)
+        parts = AllGather.apply(torch.cat([mean, var, count]), axis, size, True).view(size, 2 * channels + 1)
         means, variances, counts = parts.split([channels, channels, 1], 1)
         count = counts.detach().sum(0)
         fraction = counts.detach() / count  # [size, 1]
@@ -183,18 +179,12 @@ def joint_moments(x: torch.Tensor, axes: Axes) -> tuple[torch.Tensor, torch.Tens
 
 def _normalise(norm: nn.SyncBatchNorm, x: torch.Tensor, axes: Axes) -> torch.Tensor:
     """Forward of a SyncBatchNorm on ranks along these axes."""
-    norm._check_input_dim(x)
-    tracked = norm.training and norm.track_running_stats
     if not (norm.training and axes):
-        if tracked:
-            norm.num_batches_tracked.add_(1)
-        momentum = 0.0 if norm.momentum is None else norm.momentum
-        own = norm.training or norm.running_mean is None
-        mean, var = (norm.running_mean, norm.running_var) if tracked or not norm.training else (None, None)
-        return F.batch_norm(x, mean, var, norm.weight, norm.bias, own, momentum, norm.eps)
+        return nn.BatchNorm1d.forward(norm, x)  # type: ignore[arg-type]  # any BatchNorm's
+    norm._check_input_dim(x)
     wide = x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
     mean, var, count = joint_moments(wide, axes)
-    if tracked:
+    if norm.track_running_stats:
         norm.num_batches_tracked.add_(1)
         momentum = 1.0 / norm.num_batches_tracked if norm.momentum is None else norm.momentum
         unbiased = var.detach() * (count / (count - 1).clamp(min=1))

@@ -25,6 +25,7 @@ from torch import fx
 from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp_compiled.capture.aot import CaptureError
+from fsdp_compiled.capture.layers_across_ranks import AllGather
 from fsdp_compiled.capture.source_lines import user_line
 from fsdp_compiled.ir.nodes import is_collective
 from fsdp_compiled.ir.program import Program
@@ -117,26 +118,6 @@ class _AllReduce(torch.autograd.Function):
         return c10d.wait_tensor(c10d.all_reduce(gradient.contiguous(), ctx.op, ctx.group)), None, None
 
 
-class _AllGather(torch.autograd.Function):
-    """``[...] -> [size, ...]``: all ranks' tensors in order. Backward sums all ranks' gradients of a rank's tensor."""
-
-    @staticmethod
-    def forward(ctx: Any, part: torch.Tensor, size: int, group: str, sums: bool) -> torch.Tensor:
-        ctx.size, ctx.group, ctx.sums = size, group, sums
-        whole = c10d.wait_tensor(c10d.all_gather_into_tensor(part.contiguous()[None], size, group))
-        return whole.view(size, *part.shape)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
-        gradient = gradient.contiguous()
-        if ctx.sums:
-            parts = c10d.wait_tensor(c10d.reduce_scatter_tensor(gradient, "sum", ctx.size, ctx.group))
-            return parts[0], None, None, None
-        lengths = [1] * ctx.size
-        parts = c10d.wait_tensor(c10d.all_to_all_single(gradient, lengths, lengths, ctx.group))
-        return parts.sum(0), None, None, None
-
-
 def _all_reduce(tensor: torch.Tensor, op: Any = None, group: Any = dist.group.WORLD) -> torch.Tensor:
     group = group or dist.group.WORLD
     return _AllReduce.apply(tensor, "sum" if op is None else SUMS[op], group.group_name)
@@ -145,8 +126,8 @@ def _all_reduce(tensor: torch.Tensor, op: Any = None, group: Any = dist.group.WO
 def _all_gather(tensor: torch.Tensor, group: Any = dist.group.WORLD) -> tuple[torch.Tensor, ...]:
     group = group or dist.group.WORLD
     # NCCL sums with a reduce-scatter; with other backends the sum is computed here, as PyTorch does.
-    sums = dist.get_backend(group) in ("nccl", "xccl")
-    return _AllGather.apply(tensor, group.size(), group.group_name, sums).unbind(0)
+    scatters = dist.get_backend(group) in ("nccl", "xccl")
+    return AllGather.apply(tensor.contiguous()[None], group.group_name, group.size(), scatters).unbind(0)
 
 
 def trace_differentiable() -> None:

@@ -14,6 +14,7 @@ This is the only file that reads Dynamo's record of side effects (`SideEffects`,
 
 from __future__ import annotations
 
+import inspect
 import re
 import types
 import weakref
@@ -27,6 +28,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from fsdp_compiled.capture.aot import CaptureError
+from fsdp_compiled.capture.source_lines import words
 from fsdp_compiled.torch_private.dynamo import (
     AttributeMutationExisting,
     InstructionTranslator,
@@ -144,14 +146,7 @@ class Mutations:
 
     def name(self, source: str) -> str:
         """The source as the user would write it."""
-        cell = re.fullmatch(r"(.*)\.__closure__\[(\d+)\](?:\.cell_contents)?(.*)", source)
-        if cell is None:
-            return shown(source)
-        try:
-            function = eval(cell[1], dict(self.scopes))  # Dynamo writes its sources for that
-            return f"{function.__code__.co_freevars[int(cell[2])]}{cell[3]} of {shown(cell[1])}"
-        except (AttributeError, IndexError, LookupError, NameError, SyntaxError, TypeError):
-            return shown(source)
+        return words(source, self.scopes).removeprefix("model.")
 
     def _remember(self, target: Any, source: str, names: tuple[str, ...]) -> None:
         kinds = {list: "list", deque: "deque", dict: "dict", set: "set", types.CellType: "cell"}
@@ -259,16 +254,6 @@ def _no_state(entry: Entry, what: str) -> str:
     )
 
 
-def shown(source: str) -> str:
-    """``L['objective']._modules['model'].cache['h']`` as the user would write it: ``cache['h']``, of the model."""
-    text = re.sub(r"\.__dict__\['(\w+)'\]", r".\1", source)
-    text = re.sub(r"\._(?:modules|buffers|parameters)\['([^']+)'\]", r".\1", text)
-    text = re.sub(r"G\['__import_([^']+)'\]\.?", lambda found: found[1].replace("_dot_", ".") + ".", text)
-    text = re.sub(r"G\['([^']+)'\]", r"\1", text).replace("L['objective']", "objective")
-    text = re.sub(r"\.__closure__\[\d+\]\.cell_contents", "'s variable", text)
-    return text.replace("objective.model.", "").removeprefix("objective.")
-
-
 def _layout(tensor: torch.Tensor) -> str:
     return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)} on {tensor.device}"
 
@@ -305,10 +290,7 @@ def _attribute(target: Any, name: str) -> Any:
         return own[name]
     if isinstance(target, type | types.ModuleType) or not hasattr(type(target), name):
         return MISSING
-    member = type(target).__dict__.get(name) or next(
-        (vars(base)[name] for base in type(target).__mro__ if name in vars(base)), None
-    )
-    if not hasattr(member, "__set__"):
+    if not hasattr(inspect.getattr_static(type(target), name, None), "__set__"):
         return MISSING  # an attribute of the class, which an instance shadows
     try:
         return object.__getattribute__(target, name)

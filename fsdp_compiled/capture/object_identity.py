@@ -75,11 +75,6 @@ def _bind_args(bind: Any, self: Any, parent: Any, *given: Any) -> Any:
     return bind(self, parent, *given)
 
 
-def has_order(value: Any, guard_type: str) -> bool:
-    """Whether this guard checks the keys of an `OrderedDict`, which have an order of their own."""
-    return guard_type == "DICT_KEYS_MATCH" and isinstance(value, OrderedDict)
-
-
 def asked_of_lists() -> contextlib.AbstractContextManager[None]:
     """Inside, if this thread's trace makes a list of a dictionary, the keys get a guard."""
     return replaced("keys of lists", (TABLE["keys of lists"].names[0], _call_method))
@@ -91,18 +86,6 @@ def _call_method(call: Any, self: Any, parent: Any, name: str, args: Any, kwargs
             one.install_dict_keys_match_guard()
             parent.output.guard_on_key_order.add(one.source)
     return call(self, parent, name, args, kwargs)
-
-
-class KeyOrders:
-    def __init__(self) -> None:
-        self.read: list[tuple[str, Any, list[Any]]] = []  # Dynamo's name, its code, and the keys as they were
-
-    def note(self, name: str, value: Any) -> None:
-        self.read.append((name, compile(name, "<guard>", "eval"), list(value)))
-
-    def changed(self, scope: dict[str, Any]) -> str | None:
-        """The first dictionary whose keys changed, by Dynamo's name. Call it only while Dynamo's own guards hold."""
-        return next((name for name, code, keys in self.read if list(eval(code, scope)) != keys), None)
 
 
 KEYS = "DICT_KEYS_MATCH"
@@ -117,9 +100,9 @@ OF_A_MODULE = re.compile(r"(.*)(?:\.__dict__\['\w+'\]|\.\w+)$")  # in Dynamo's n
 
 
 def has_equals(value: Any, guard_type: str) -> bool:
-    """Whether this guard also holds for a value that is equal but not the same."""
+    """Whether this guard also holds for a value that is equal but not the same, or has its keys in another order."""
     if guard_type == KEYS:
-        return any(map(_has_number, value))
+        return isinstance(value, OrderedDict) or any(map(_has_number, value))
     if guard_type not in BY_EQUALITY:
         return False
     if isinstance(value, complex):
@@ -192,7 +175,8 @@ class EqualValues:
     def changed(self, scope: dict[str, Any]) -> str | None:
         """The first value whose text changed, by Dynamo's name. Call it only while Dynamo's own guards hold."""
         if self._all is None:  # one expression
-            self.read = {name: one for name, one in self.read.items() if not _means_nothing(name, scope)}
+            read = self.read.items()
+            self.read = {name: one for name, one in read if one[1] != name or not _means_nothing(name, scope)}
             texts = [", ".join(one) for one in zip(*self.read.values(), strict=True)] or ["", ""]
             self._all = compile(f"[{texts[1]}]", "<guard>", "eval"), f"[{texts[0]}]"
         code, expected = self._all

@@ -42,15 +42,9 @@ def refuse(what: str) -> None:
 def refused(asked: set[str]) -> Iterator[None]:
     """Inside, Dynamo raises for such reads, and for such draws. ``asked`` takes in the names of attributes that are not
     PyTorch's."""
-    with _draws_refused(), _reads_refused(asked):
-        yield
-
-
-@contextmanager
-def _draws_refused() -> Iterator[None]:
-    """Inside, Dynamo raises for a call of a random function of `random`, a ``random.Random`` or NumPy."""
-    others = [(name, _refuse_draw) for name in filter(has, TABLE["random calls"].names[0].split("|"))]
-    with config.patch(use_numpy_random_stream=True), replaced("random calls", *others):
+    draws = [(name, _refuse_draw) for name in filter(has, TABLE["random calls"].names[0].split("|"))]
+    numpys = config.patch(use_numpy_random_stream=True)  # Dynamo itself refuses to trace these
+    with numpys, replaced("random calls", *draws), _reads_refused(asked):
         yield
 
 

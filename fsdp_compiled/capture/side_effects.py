@@ -55,8 +55,15 @@ def speech() -> set[Callable[..., Any]]:
 
 
 def inside(module: nn.Module) -> nn.Module:
-    """The module itself, or the inner module if `torch.compile` wraps it."""
-    return module._modules.get("_orig_mod") or module
+    """The module itself, or the inner module if `torch.compile` wraps it. Raises `CaptureError` for a wrapper of the
+    user's own that has the name of PyTorch's."""
+    inner = module._modules.get("_orig_mod")
+    if inner is not None and not type(module).__module__.startswith("torch."):
+        raise CaptureError(
+            f"{type(module).__name__} has a submodule called _orig_mod, the name by which torch.compile's wrappers are "
+            "known and passed over. Call it something else."
+        )
+    return inner or module
 
 
 @contextlib.contextmanager

@@ -5,12 +5,14 @@ AOTAutograd and Dynamo leave these in the metadata of nodes and in the attribute
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import sysconfig
 import traceback
-from collections.abc import Iterable
+from collections.abc import Mapping
 from functools import lru_cache
+from typing import Any
 
 import torch
 from torch import fx
@@ -35,19 +37,15 @@ def path_of(node: fx.Node) -> str:
     stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack") or {}
     if not stack and is_backward(node) and node.prev.op == "call_function":
         return path_of(node.prev)
-    return path_in(entry[0] for entry in stack.values())
-
-
-def path_in(entries: Iterable[str]) -> str:
-    """The same of Dynamo's names of modules, the innermost last."""
-    return next(filter(None, map(_submodule, reversed(list(entries)))), "")
+    return next(filter(None, (_submodule(text) for text, _ in reversed(stack.values()))), "")
 
 
 @lru_cache(1 << 14)
 def _submodule(text: str) -> str:
     """The same, from Dynamo's name of one module; empty if the model does not have it. Cached: many nodes share one."""
-    found = re.sub(r"getattr\((.*), '([^']+)'\)", r"\1.\2", _flatten_getattr(text))
-    match = re.search(r"\.model\.?(.*)$", found)
+    while (flat := re.sub(r"getattr\(([^()]*), '([^']+)'\)", r"\1.\2", text)) != text:
+        text = flat
+    match = re.search(r"\.model\.?(.*)$", text)
     if not match:
         return ""
     path = re.sub(r"\[['\"]?([^\]'\"]+)['\"]?\]", r".\1", match[1].replace("_modules", "")).strip(".")
@@ -64,14 +62,6 @@ def stretch_of(node: fx.Node) -> tuple[int, int] | None:
             run, kept = str(key).split()[1:]
             return int(run), int(kept)
     return None
-
-
-def _flatten_getattr(text: str) -> str:
-    """``getattr(L['obj'].model.layers, '0').attn`` -> ``L['obj'].model.layers.0.attn``."""
-    pattern = re.compile(r"getattr\(([^()]*), '([^']+)'\)")
-    while pattern.search(text):
-        text = pattern.sub(r"\1.\2", text)
-    return text
 
 
 def reason(error: BaseException) -> str:
@@ -257,3 +247,25 @@ def user_line(error: BaseException) -> str:
     match = re.findall(r'File "[^"]+", line \d+, in [^\n]+\n[^\n]+', str(error))
     match = [text for text in match if is_users(text.split('"')[1])] or match
     return "  " + match[-1] if match else "  " + "".join(traceback.format_exception_only(error)).splitlines()[0]
+
+
+def words(text: str, scope: Mapping[str, Any]) -> str:
+    """Dynamo's names of things as the user would write them. ``scope``: what Dynamo's names are evaluated in."""
+
+    def cell(match: re.Match[str]) -> str:
+        with contextlib.suppress(Exception):
+            function = eval(match[1], dict(scope))
+            return f"{function.__name__}'s {function.__code__.co_freevars[int(match[2])]}"
+        return match[0]
+
+    return plain_names(re.sub(r"([LG]\['[^()\s]*)\.__closure__\[(\d+)\](?:\.cell_contents)?", cell, text))
+
+
+def plain_names(text: str) -> str:
+    """``L['objective']._modules['model']._modules['a'].p`` -> ``model.a.p``."""
+    text = text.replace("L['objective']", "objective").replace("._modules['model']", ".model")
+    text = re.sub(r"\.(?:__dict__\['_modules'\]|_modules|_parameters|_buffers)\['([^']+)'\]", r".\1", text)
+    text = re.sub(r"\.__dict__\['(\w+)'\]", r".\1", text)
+    text = re.sub(r"G\['__import_(\w+?)'\]", lambda match: match[1].replace("_dot_", "."), text)
+    text = re.sub(r"(?:___)?dict_contains\((.*), (.*)\)", r"\1 in \2", text)
+    return text.replace("objective.model.", "model.").replace("objective.model", "model").replace("L['loss']", "loss")

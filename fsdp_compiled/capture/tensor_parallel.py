@@ -41,6 +41,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from fsdp_compiled.capture.aot import CaptureError
+from fsdp_compiled.capture.side_effects import WRAPPED
 from fsdp_compiled.plan.leaf import TensorParallel, contiguous_stride
 from fsdp_compiled.plan.plan import Plan
 from fsdp_compiled.torch_private.dtensor import handlers, losses
@@ -145,9 +146,11 @@ def own_part(value: torch.Tensor) -> torch.Tensor:
 
 
 def parts_of(plan: Plan, mesh: DeviceMesh | None) -> Parts:
-    """The parts of the plan's parameters, by their names in the plan."""
+    """The parts of the plan's parameters, by their names in the objective, without the wrappers that `unwrapped` takes
+    off."""
     leaves = [slot.leaf for buffer in plan.buffers for slot in buffer.slots]
-    return Parts(mesh, tuple((leaf.names, leaf.tp) for leaf in leaves if leaf.tp is not None))
+    named = ((tuple(f"model.{WRAPPED.sub('', name)}" for name in leaf.names), leaf.tp) for leaf in leaves)
+    return Parts(mesh, tuple((names, tp) for names, tp in named if tp is not None))
 
 
 def is_mesh(value: Any) -> bool:
@@ -167,13 +170,9 @@ def loss_parallel() -> Iterator[None]:
         return
     table: dict[Any, Handler] = handlers()
     cut = {operator: _where_cut(operator, handler, table) for operator, handler in _handlers().items()}
-    off = mock.patch.multiple(losses, _enable_custom_loss_ops=_nothing, _disable_custom_loss_ops=_nothing)
+    off = mock.patch.multiple(losses, _enable_custom_loss_ops=lambda: None, _disable_custom_loss_ops=lambda: None)
     with off, mock.patch.dict(table, cut):
         yield
-
-
-def _nothing() -> None:
-    pass
 
 
 def _handlers() -> dict[Any, Handler]:

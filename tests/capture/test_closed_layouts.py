@@ -13,6 +13,7 @@ from torch import nn
 
 from fsdp_compiled import compile_sharded
 from fsdp_compiled.capture import closure_values
+from fsdp_compiled.capture.aot import CaptureError
 from fsdp_compiled.capture.closure_values import Closed
 from tests.changes import beside
 from tests.toys import EAGER, squares
@@ -83,3 +84,51 @@ def test_inside_of_a_module_under_torch_compile_it_is_read_where_the_trace_found
     before = sharded.step(torch.ones(2, 3)).item()
     held[0] = held[0] * 3
     assert sharded.step(torch.ones(2, 3)).item() == pytest.approx(before * 9) and sharded.captures == 1
+
+
+class Scaled(nn.Module):
+    def __init__(self, factor: float) -> None:
+        super().__init__()
+        self.factor = torch.tensor([factor])  # no buffer
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.factor
+
+
+def test_tensors_of_modules_that_have_names_of_ours_stay_apart() -> None:
+    """`model.model.factor` and `model.objective.model.factor`."""
+
+    class Objective(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = Scaled(3.0)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.model(x)  # type: ignore[no-any-return]
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear, self.model, self.objective = nn.Linear(3, 3), Scaled(2.0), Objective()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.objective(self.model(self.linear(x)))  # type: ignore[no-any-return]
+
+    eager, ours, captures = beside(Net(), Net())
+    assert ours == pytest.approx(eager) and captures == 1
+
+
+@pytest.mark.parametrize("inside", [False, True])
+def test_a_wrapper_with_the_name_of_pytorchs_is_refused(inside: bool) -> None:
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self._orig_mod = nn.Linear(3, 3)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return 2 * self._orig_mod(x)  # type: ignore[no-any-return]
+
+    model = nn.Sequential(Twice(), nn.Tanh()) if inside else Twice()
+    sharded = compile_sharded(model, torch.optim.SGD(model.parameters(), 0.0), loss=squares, policy=EAGER)
+    with pytest.raises(CaptureError, match="a submodule called _orig_mod, the name by which"):
+        sharded.step(torch.ones(2, 3))

@@ -339,6 +339,6 @@ def test_the_variables_of_a_closure_are_named() -> None:
         calls += 1
         return model(x).square().mean() * calls
 
-    with pytest.raises(ValueError, match="calls of loss from 0 to 1"):
+    with pytest.raises(ValueError, match="loss's calls from 0 to 1"):
         sharded_of(loss, Model()).step(torch.randn(3, 4))
     assert calls == 0

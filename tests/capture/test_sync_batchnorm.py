@@ -18,7 +18,7 @@ from fsdp_compiled.capture.layers_across_ranks import check_norms, joint_moments
 from fsdp_compiled.ir.nodes import is_collective
 from tests.chosen import chosen
 from tests.simulate import Batch, ranks, simulate, stages
-from tests.toys import mse, sgd
+from tests.toys import EAGER, mse, sgd
 
 STEPS = 3
 
@@ -142,3 +142,20 @@ def test_in_eval_mode_and_on_one_rank_it_is_batch_norm() -> None:
     model = nn.SyncBatchNorm.convert_sync_batchnorm(Net()).eval()
     evaluated, _ = stages(model, None, None, (torch.randn(4, 2, 5, 5),), Policy(lower="eager"), kind="forward")
     assert evaluated[-1].text() == programs[-1].text()
+
+
+def test_on_one_rank_it_is_batch_norm() -> None:
+    """Without a momentum, too, which has a cumulative average in eager PyTorch and is refused for both."""
+    x = torch.randn(8, 4) * 3 + 5
+    for momentum, refused in ((0.3, False), (None, True)):
+        plain, norm = (nn.Sequential(kind(4, momentum=momentum)) for kind in (nn.BatchNorm1d, nn.SyncBatchNorm))
+        sharded = compile_sharded(norm, sgd(norm), loss=lambda model, x: model(x).square().mean(), policy=EAGER)
+        if refused:
+            with pytest.raises(ValueError, match=r"momentum|num_batches_tracked"):
+                sharded.step(x)
+            continue
+        for step in range(3):
+            sharded.step(x + step)
+            plain(x + step)
+        for name, value in plain.named_buffers():
+            torch.testing.assert_close(norm.get_buffer(name), value)

@@ -46,12 +46,15 @@ from fsdp_compiled.torch_private.modes import transform
 NEW = (AttributeMutationNew, ValueMutationNew)
 
 
-class Changed(Exception):
-    """An object was changed in a way that cannot be compared."""
+CHANGED = "objects are changed before it is called, or by it"
+
+
+class Unlike(Exception):
+    """Says why Dynamo must walk through a block."""
 
 
 def changes(effects: Any) -> tuple[Any, ...]:
-    """The changes to objects from before the trace, in a form that can be compared. Raises `Changed` for others.
+    """The changes to objects from before the trace, in a form that can be compared. Raises `Unlike` for others.
 
     ``effects``: Dynamo's record of the changes that code makes."""
     found = []
@@ -59,7 +62,7 @@ def changes(effects: Any) -> tuple[Any, ...]:
         if isinstance(variable.mutation_type, NEW):
             continue
         if type(variable) is not UserDefinedObjectVariable or not is_from_global_source(variable.source):
-            raise Changed
+            raise Unlike(CHANGED)
         found.append((variable.source.name, *((name, _form(value)) for name, value in attributes.items())))
     for variable in effects.id_to_variable.values():
         kind = type(variable.mutation_type)
@@ -67,28 +70,24 @@ def changes(effects: Any) -> tuple[Any, ...]:
             continue
         above = variable in effects.store_attr_mutations and getattr(variable, "_base_vt", None) is None
         if not above and effects.is_modified(variable):
-            raise Changed
+            raise Unlike(CHANGED)
     return tuple(found)
 
 
 def _form(variable: Any) -> Any:
-    """Everything that code can read of the value, in a form that can be compared. Raises `Changed` for other values."""
+    """Everything that code can read of the value, in a form that can be compared. Raises `Unlike` for other values."""
     if type(variable) is ConstantVariable:
         return type(variable.value), repr(variable.value)
     if type(variable) is TupleVariable or (type(variable) is ListVariable and isinstance(variable.mutation_type, NEW)):
         return type(variable), *map(_form, variable.items)
     if type(variable) is ConstDictVariable and isinstance(variable.mutation_type, NEW):
         return variable.python_type(), *((_form(key.vt), _form(value)) for key, value in variable.items.items())
-    raise Changed
+    raise Unlike(CHANGED)
 
 
 PLAIN = (FakeTensor, torch.Tensor, nn.Parameter)
 INT = {int}
 BLOCK = "___block"  # the called block, in what `BlockCall.evaluate` is given
-
-
-class Unlike(Exception):
-    """Says why Dynamo must walk through a block."""
 
 
 class BlockCall:
@@ -128,7 +127,7 @@ class BlockCall:
         self.trace = _trace(tx)
         if tx.num_calls.get(self.path):
             raise Unlike("it is called twice")
-        self.changes = self.changed()
+        self.changes = changes(self.output.side_effects)
 
     def _argument(self, place: int | str, variable: Any) -> tuple[Any, ...]:
         try:
@@ -164,13 +163,6 @@ class BlockCall:
                 "of these (models of transformers: pass use_cache=False where nothing reads the cache)"
             )
         raise Unlike(f"is a {variable.python_type_name()}, and no tensor, number or tuple of these")
-
-    def changed(self) -> tuple[Any, ...]:
-        """The changes to objects from before the trace."""
-        try:
-            return changes(self.output.side_effects)
-        except Changed:
-            raise Unlike("objects are changed before it is called, or by it") from None
 
     def value(self, source: Source) -> Any:
         """The object at this source before the trace."""

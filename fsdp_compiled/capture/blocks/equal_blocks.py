@@ -218,7 +218,7 @@ class _Kinds:
             if modules:  # an empty default is not kept alive, so another object may get its identity
                 self._stacks[id(modules)] = stack
         if (layout := self._layouts.get(id(value))) is None:
-            layout = self._layouts[id(value)] = _layouts_of(value)
+            layout = self._layouts[id(value)] = pytree.tree_map_only(torch.Tensor, layout_of, value)
         rest = tuple(sorted((key, str(meta[key])) for key in ("recompute", "custom") if key in meta))
         return (node.op, target, stack, rest, layout if node.op != "get_attr" else None)
 
@@ -237,10 +237,6 @@ class _Kinds:
 
 def _attribute(module: fx.GraphModule, node: fx.Node) -> Any:
     return getattr(module, str(node.target))
-
-
-def _layouts_of(value: Any) -> Any:
-    return layout_of(value) if isinstance(value, torch.Tensor) else pytree.tree_map_only(torch.Tensor, layout_of, value)
 
 
 def _alone(stretches: list[list[fx.Node]], own: list[list[fx.Node]], places: _Places) -> Run | None:

@@ -13,8 +13,8 @@ from torch import nn
 
 from fsdp_compiled.capture.blocks.block_calls import BLOCK, BlockCall, Unlike, moved, plain
 from fsdp_compiled.capture.closure_values import layout_of
-from fsdp_compiled.capture.guards import plain_names
 from fsdp_compiled.capture.looked_up_names import looks_elsewhere
+from fsdp_compiled.capture.source_lines import plain_names
 from fsdp_compiled.torch_private.dynamo import ChainedSource, Guard, LocalSource, Source
 
 HOOKS = (

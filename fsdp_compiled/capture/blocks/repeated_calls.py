@@ -34,9 +34,10 @@ from fsdp_compiled.capture.blocks.block_calls import BlockCall, Unlike, call_pat
 from fsdp_compiled.capture.blocks.equal_blocks import FEWEST
 from fsdp_compiled.capture.blocks.walked_blocks import Before, WalkedBlock
 from fsdp_compiled.capture.blocks.written_blocks import RepeatError, WrittenBlock
-from fsdp_compiled.capture.guards import Recorder, is_own, plain_names
+from fsdp_compiled.capture.guards import Recorder, is_own
 from fsdp_compiled.capture.object_identity import has_text
 from fsdp_compiled.capture.python_answers import Answers
+from fsdp_compiled.capture.source_lines import plain_names
 from fsdp_compiled.torch_private.dynamo import Guard, Source, config
 from fsdp_compiled.torch_private.names import replaced
 

@@ -16,7 +16,7 @@ import torch
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor
 
-from fsdp_compiled.capture.blocks.block_calls import NEW, BlockCall, Unlike, modes, moved, plain, plain_layout
+from fsdp_compiled.capture.blocks.block_calls import NEW, BlockCall, Unlike, changes, modes, moved, plain, plain_layout
 from fsdp_compiled.capture.blocks.guard_probes import Questions, structure_of
 from fsdp_compiled.ir.nodes import fake_tensor
 from fsdp_compiled.torch_private.dynamo import (
@@ -60,7 +60,8 @@ class Before:
 
     def check(self, call: BlockCall) -> None:
         """Raises `Unlike` if the walk through this block changed any of this state."""
-        if call.changed() != call.changes or self._counts != _counts(call) or self._put_into_objects(call):
+        changed = changes(call.output.side_effects) != call.changes
+        if changed or self._counts != _counts(call) or self._put_into_objects(call):
             raise Unlike("it changes objects")
         if any(node.meta["example_value"]._version != version for node, version in self._versions.items()):
             raise Unlike("it writes tensors in place")

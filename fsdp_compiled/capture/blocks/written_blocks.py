@@ -20,7 +20,7 @@ from torch import fx
 from fsdp_compiled.capture.blocks.block_calls import BlockCall
 from fsdp_compiled.capture.blocks.walked_blocks import OWN, WRITTEN, WalkedBlock, another, own_tensor
 from fsdp_compiled.capture.guards import OWN as OWN_TENSOR
-from fsdp_compiled.capture.guards import plain_names
+from fsdp_compiled.capture.source_lines import plain_names
 from fsdp_compiled.torch_private.dynamo import (
     ConstantVariable,
     Guard,

@@ -26,6 +26,7 @@ from fsdp_compiled.capture import global_modes
 from fsdp_compiled.capture.captured import batch_tensors
 from fsdp_compiled.capture.dynamic_shapes import layout, sizes_of, traceable
 from fsdp_compiled.capture.refusals import check_attributes
+from fsdp_compiled.capture.source_lines import words
 from fsdp_compiled.distributed.mesh import from_first
 from fsdp_compiled.optim.rule import Rule
 from fsdp_compiled.runtime.module_buffers import ModuleBuffers
@@ -263,7 +264,7 @@ class Programs:
                 f", after {what} changed", f"{compiled.label} relies on {reason}", what.endswith(".training")
             )
         if (odd := guards.closed.odd()) is not None:
-            what, reason = map(guards.words, odd)
+            what, reason = (words(one, guards.scope) for one in odd)
             return Changed(f", after {what} changed", f"{compiled.label} relies on {reason}")
         if request.added & compiled.unreached != compiled.added:
             what = "the microbatches before it reached"
