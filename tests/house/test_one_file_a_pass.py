@@ -51,8 +51,8 @@ def test_an_entry_is_all_that_makes_it_run(entry: str, tmp_path: Path, monkeypat
     if entry == "pass":
         monkeypatch.setattr(passes, "CLOSING", (halve, *passes.CLOSING))
     else:
-        added = fusions.Fusion("halve", lambda target: halve, lambda target: target.trains)
-        monkeypatch.setattr(fusions, "FUSIONS", (added, *fusions.FUSIONS))
+        added = {"halve": lambda target: halve if target.trains else None}
+        monkeypatch.setattr(fusions, "FUSIONS", {**added, **fusions.FUSIONS})
     halved, other, more = norm_of(tmp_path / "with")
     assert halved == norm / 2 and other != known
     assert any(name.endswith("-halve.txt") for name in more) and not any("halve" in name for name in files)

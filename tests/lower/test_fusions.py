@@ -26,7 +26,7 @@ from tests.recipes import trained
 from tests.simulate import Simulation
 from tests.toys import batches, mse, sgd, squares
 
-NAMES = tuple(fusion.name for fusion in FUSIONS)
+NAMES = tuple(FUSIONS)
 BY_KERNELS = ("compute_copies", "flatten_gradients", "microbatch_sums", "gradient_statistics", "optimizer_update")
 CLOSE = 1e-6  # relative, by tensor norm: the norm and the update's scalars are rounded in another order
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -152,7 +152,7 @@ def test_which_suit_what() -> None:
 
     def names(gloo: tuple[str, ...] = (), trains: bool = True, tuned: bool = False, **policy: Any) -> list[str]:
         target = Target(replace(plan, policy=replace(plan.policy, **policy)), (), trains, gloo, tuned)
-        return [fusion.name for fusion in FUSIONS if fusion.suits(target)]
+        return [name for name, make in FUSIONS.items() if make(target) is not None]
 
     over = ("shard",)
     assert names(over) == ["exchange", "in_place_all_reduce"]

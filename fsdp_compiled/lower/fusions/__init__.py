@@ -21,7 +21,7 @@ fusion finds its work by ports, marks and the operators that passes emit, and kn
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 
 from fsdp_compiled.lower.fusions.compute_copies import compute_copies
@@ -47,59 +47,29 @@ class Target:
     gloo: tuple[str, ...] = ()
     tuned: bool = False
 
-
-@dataclass(frozen=True)
-class Fusion:
-    """``make`` binds the pass to its options; ``suits`` says whether the fusion is worth it for a target."""
-
-    name: str
-    make: Callable[[Target], Pass]
-    suits: Callable[[Target], bool]
+    @property
+    def compiled(self) -> bool:
+        return self.plan.policy.lower == "inductor"
 
 
-def _kernels(target: Target) -> bool:
-    return target.plan.kernels
-
-
-def _copies(target: Target) -> bool:
-    return target.trains and target.plan.copy_bytes > 0
-
-
-def _compiled(target: Target) -> bool:
-    return target.plan.policy.lower == "inductor"
-
-
-FUSIONS: tuple[Fusion, ...] = (
-    Fusion("compute_copies", lambda target: compute_copies, _copies),
-    Fusion("flatten_gradients", lambda target: flatten_gradients, _kernels),
-    Fusion("microbatch_sums", lambda target: microbatch_sums, _kernels),
-    Fusion("gradient_statistics", lambda target: gradient_statistics, _kernels),
-    Fusion(
-        "optimizer_update",
-        lambda target: optimizer_update(target.rules),
-        lambda target: (
-            _kernels(target) and not target.plan.policy.offload
-        ),  # there one buffer at a time is on the device
+# By name: the fusion, bound to its options; None where it is not worth it for the target.
+FUSIONS: Mapping[str, Callable[[Target], Pass | None]] = {
+    "compute_copies": lambda target: compute_copies if target.trains and target.plan.copy_bytes > 0 else None,
+    "flatten_gradients": lambda target: flatten_gradients if target.plan.kernels else None,
+    "microbatch_sums": lambda target: microbatch_sums if target.plan.kernels else None,
+    "gradient_statistics": lambda target: gradient_statistics if target.plan.kernels else None,
+    "optimizer_update": lambda target: (  # under offload, one buffer at a time is on the device
+        optimizer_update(target.rules) if target.plan.kernels and not target.plan.policy.offload else None
     ),
-    Fusion(
-        "exchange",
-        lambda target: exchange(target.gloo),
-        lambda target: _compiled(target) and bool(target.gloo),
+    "exchange": lambda target: exchange(target.gloo) if target.compiled and target.gloo else None,
+    "direct_gradients": lambda target: (
+        direct_gradients
+        if target.compiled and target.plan.kernels and (target.plan.policy.unrounded_gradients or not target.tuned)
+        else None
     ),
-    Fusion(
-        "direct_gradients",
-        lambda target: direct_gradients,
-        lambda target: (
-            _compiled(target) and _kernels(target) and (target.plan.policy.unrounded_gradients or not target.tuned)
-        ),
-    ),
-    Fusion(
-        "sum_reductions",
-        lambda target: sum_reductions,
-        lambda target: _kernels(target) and bool(target.plan.axes),
-    ),
-    Fusion("in_place_all_reduce", lambda target: in_place_all_reduce, lambda target: bool(target.plan.all_axes)),
-)
+    "sum_reductions": lambda target: sum_reductions if target.plan.kernels and target.plan.axes else None,
+    "in_place_all_reduce": lambda target: in_place_all_reduce if target.plan.all_axes else None,
+}
 
 
 def fusions_for(target: Target) -> tuple[Pass, ...]:
@@ -107,11 +77,11 @@ def fusions_for(target: Target) -> tuple[Pass, ...]:
     without = target.plan.policy.without
     if without == "all":
         return ()
-    return tuple(fusion.make(target) for fusion in FUSIONS if fusion.name not in without and fusion.suits(target))
+    made = (make(target) for name, make in FUSIONS.items() if name not in without)
+    return tuple(fusion for fusion in made if fusion is not None)
 
 
 def check_names(without: Collection[str]) -> None:
     """Raises ``ValueError`` for a name in `Policy.without` that no fusion has."""
-    known = [fusion.name for fusion in FUSIONS]
-    if without != "all" and (odd := [name for name in without if name not in known]):
-        raise ValueError(f"Policy.without names {odd[0]!r}, which is no fusion; there are {', '.join(known)}.")
+    if without != "all" and (odd := [name for name in without if name not in FUSIONS]):
+        raise ValueError(f"Policy.without names {odd[0]!r}, which is no fusion; there are {', '.join(FUSIONS)}.")
