@@ -46,7 +46,7 @@ class AsOnGpu(TorchDispatchMode):
 
 
 class StandIn:
-    """`fsdp_compiled.lower.cuda_graph.Device` on a CPU; ``log`` says what was asked of it, in order."""
+    """`fsdp_compiled.lower.cuda_device.CudaGraphs` on a CPU; ``log`` says what was asked of it, in order."""
 
     capturable = frozenset({"gloo"})
 
@@ -189,7 +189,7 @@ class _Place(int):
 
 
 class Recorded:
-    """`fsdp_compiled.lower.cuda_graph.Graph`: a list of operators, run again on the same memory."""
+    """`torch.cuda.CUDAGraph` on a CPU: a list of operators, run again on the same memory."""
 
     def __init__(self, log: list[str]) -> None:
         self.recorder = Recorder()

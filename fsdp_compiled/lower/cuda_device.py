@@ -56,9 +56,9 @@ _asked: list[torch.cuda.CUDAGraph] = []
 
 
 class CudaGraphs:
-    """`fsdp_compiled.lower.cuda_graph.Device` on a GPU."""
+    """What a capture needs from a GPU; tests replace it by one that runs on the CPU."""
 
-    capturable = frozenset({"nccl"})
+    capturable = frozenset({"nccl"})  # kinds of process groups whose collectives may be captured
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -67,6 +67,7 @@ class CudaGraphs:
         self._lost = ""
 
     def obstacle(self, collectives: bool) -> str:
+        """Why nothing can be captured on this device as it is set up; empty where it can."""
         if self._lost:
             return self._lost
         if gone := missing("graphs' pools"):
@@ -89,9 +90,11 @@ class CudaGraphs:
         return ""
 
     def make_room(self) -> None:
+        """Gives back memory that is cached and not used, before a program takes its own from the graphs' pool."""
         torch.cuda.empty_cache()
 
     def warm(self, run: Callable[[], Any]) -> Any:
+        """Runs the function for real, on the stream and with the memory of a capture."""
         place = self._ready()
         current = torch.cuda.current_stream(self.device)
         place.stream.wait_stream(current)
@@ -106,6 +109,7 @@ class CudaGraphs:
         return results
 
     def capture(self, run: Callable[[], Any]) -> tuple[Any, torch.cuda.CUDAGraph]:
+        """Captures the function's work as a graph, without doing the work."""
         place = self._ready()
         graph = torch.cuda.CUDAGraph()
         try:
@@ -125,10 +129,12 @@ class CudaGraphs:
         return results, graph
 
     def random_state(self) -> Callable[[], None]:
+        """Returns a function that restores the random generator's current state."""
         state = torch.cuda.get_rng_state(self.device)
         return lambda: torch.cuda.set_rng_state(state, self.device)
 
     def release(self) -> None:
+        """Gives back the memory that graphs had; called when no graph is left."""
         places = [*self._left, *([self._place] if self._place is not None else [])]
         self._left, self._place = [], None
         if not places:

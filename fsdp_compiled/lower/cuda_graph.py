@@ -36,7 +36,7 @@ import socket
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from operator import is_
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import torch
 
@@ -57,39 +57,7 @@ RESTARTS = 3  # new states in a row, none of which stayed long enough for a capt
 log = logging.getLogger("fsdp_compiled")
 
 
-class Graph(Protocol):
-    """A captured run."""
-
-    def replay(self) -> None: ...
-
-    def reset(self) -> None: ...
-
-
-class Device(Protocol):
-    """What a capture needs from a device; tests replace it by one that runs on the CPU."""
-
-    capturable: frozenset[str]  # kinds of process groups whose collectives may be captured
-
-    def obstacle(self, collectives: bool) -> str:
-        """Why nothing can be captured on this device as it is set up; empty where it can."""
-
-    def make_room(self) -> None:
-        """Gives back memory that is cached and not used, before a program takes its own from the graphs' pool."""
-
-    def warm(self, run: Callable[[], Any]) -> Any:
-        """Runs the function for real, on the stream and with the memory of a capture."""
-
-    def capture(self, run: Callable[[], Any]) -> tuple[Any, Graph]:
-        """Captures the function's work as a graph, without doing the work."""
-
-    def random_state(self) -> Callable[[], None]:
-        """Returns a function that restores the random generator's current state."""
-
-    def release(self) -> None:
-        """Gives back the memory that graphs had; called when no graph is left."""
-
-
-def make_device(device: torch.device, wanted: Wanted) -> Device | None:
+def make_device(device: torch.device, wanted: Wanted) -> CudaGraphs | None:
     """The device that captures, for this torch device; None where nothing is to be captured."""
     return CudaGraphs(device) if device.type == "cuda" and wanted is not False else None
 
@@ -97,7 +65,7 @@ def make_device(device: torch.device, wanted: Wanted) -> Device | None:
 class Replays:
     """The graphs of one `Sharded`: what they share, and how often they were launched."""
 
-    def __init__(self, device: Device | None, wanted: Wanted) -> None:
+    def __init__(self, device: CudaGraphs | None, wanted: Wanted) -> None:
         self.device = device
         self.wanted = wanted
         self.launches = 0
@@ -174,7 +142,7 @@ class Replay:
         self._tensors: list[torch.Tensor] | None = None  # the tensors of the last call, without the batch
         self._calls = 0  # calls with these tensors
         self._restarts = 0
-        self._graph: Graph | None = None
+        self._graph: torch.cuda.CUDAGraph | None = None
         self._held: list[Held] = []
         self._results = Results([])
         self._refused = False
@@ -297,15 +265,12 @@ class Replay:
         try:
             self._results, graph = self._shared.device.capture(lambda: Results(self.runner(*inputs)))
         except Exception as error:
-            reason = f"{type(error).__name__}: {error}".strip()
-        reasons = self._everywhere(reason)
-        if any(reasons):
-            rank = next(rank for rank, text in enumerate(reasons) if text)
+            reason = f"{type(error).__name__}: {error}".strip().splitlines()[0]
+        if found := self._said(reason):
             if graph is not None:
                 graph.reset()
             self._held, self._results = [], Results([])
-            where = f" on rank {rank}" if len(reasons) > 1 else ""
-            self._refuse(f"to capture it failed{where}: {reasons[rank].splitlines()[0]}")
+            self._refuse(f"to capture it failed {found}")
             return
         self._graph = graph
         log.info("captured %s as a CUDA graph", self.label)
