@@ -28,7 +28,8 @@ from fsdp_compiled.distributed.device_mesh import connect, connect_neighbours
 from fsdp_compiled.distributed.mesh import Mesh
 from fsdp_compiled.ir.program import CALL, CALL_PARTS, LOSS, NORM, STEP, Port, Program
 from fsdp_compiled.lower.fusions import Target, fusions_for
-from fsdp_compiled.lower.lowering import Lowering, Runner, lower
+from fsdp_compiled.lower.inductor import compile_all
+from fsdp_compiled.lower.lowering import Lowering, Runner
 from fsdp_compiled.lower.piece import Piece
 from fsdp_compiled.optim.hyperparameters import hyper
 from fsdp_compiled.optim.rule import Rule
@@ -353,6 +354,12 @@ def lockstep(program: Program, crew: Sequence[Rank], batches: Sequence[Batch]) -
         port: [result._local_tensors[place] for place in range(len(crew))]
         for port, result in zip(ports, results, strict=True)
     }
+
+
+def lower(program: Program, groups: Mapping[str, str], how: str) -> Runner:
+    """A function of the program's inputs, in the order of its ports, that returns its outputs in order."""
+    lowering = Lowering(program, groups, how)
+    return lowering.runner(compile_all(lowering.pieces))
 
 
 def uncompiled(program: Program, groups: Mapping[str, str], how: str) -> Runner:

@@ -19,7 +19,6 @@ from torch import fx
 
 from fsdp_compiled.ir.nodes import call_text, is_collective, is_random, origin
 from fsdp_compiled.ir.program import Program
-from fsdp_compiled.lower.inductor import compile_all
 from fsdp_compiled.lower.partition import segments
 from fsdp_compiled.lower.piece import Call, Piece
 from fsdp_compiled.lower.program_code import Code, as_it_says
@@ -51,12 +50,6 @@ class below_autograd:
         set_grad_enabled(self._before)
 
 
-def lower(program: Program, groups: Mapping[str, str], how: str, blocks: Collection[str] = ()) -> Runner:
-    """A function of the program's inputs, in the order of its ports, that returns its outputs in order."""
-    lowering = Lowering(program, groups, how, blocks)
-    return lowering.runner(compile_all(lowering.pieces))
-
-
 class Lowering:
     """A program on its way to a callable: cut into pieces, and joined again when the pieces are compiled.
 
@@ -79,18 +72,12 @@ class Lowering:
         self.keys = {part: part.key() for part in self.segments or () if isinstance(part, Piece)}
         self.pieces = {key: piece for piece, key in reversed(self.keys.items())}
 
-    def runner(self, compiled: Mapping[str, Call]) -> Runner:
-        """The program with a call of a compiled function in the place of each piece."""
-        return self._code(compiled).run
-
-    def boxed(self, compiled: Mapping[str, Call]) -> Boxed:
-        """The same as a function of one list, for inputs that only the caller holds."""
-        return self._code(compiled, boxed=True).run
-
-    def _code(self, compiled: Mapping[str, Call], boxed: bool = False) -> Code:
+    def runner(self, compiled: Mapping[str, Call], boxed: bool = False) -> Runner:
+        """The program with a call of a compiled function in the place of each piece; ``boxed``: a function of one list,
+        for inputs that only the caller holds."""
         if self.segments is None:
-            return Code(self.graph, self._called, boxed)
-        return Code(self._calls(self.segments, compiled), boxed=boxed)
+            return Code(self.graph, self._called, boxed).run
+        return Code(self._calls(self.segments, compiled), boxed=boxed).run
 
     def _called(self, node: fx.Node) -> tuple[Callable[..., Any], Sequence[Any]]:
         """What a node calls, with which arguments: a collective gets a process group's name in place of an axis, and a

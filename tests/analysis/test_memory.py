@@ -26,7 +26,6 @@ from fsdp_compiled.analysis.peak_memory import predict
 from fsdp_compiled.cli.gpt import GPT, GPTConfig, next_byte_loss
 from fsdp_compiled.ir.edit import Edit
 from fsdp_compiled.ir.program import CALL, CALL_PARTS, Port, Program
-from fsdp_compiled.lower.lowering import lower
 from fsdp_compiled.passes import run
 from fsdp_compiled.plan.hardware import PEAK_ERROR
 from fsdp_compiled.plan.plan import Plan
@@ -35,7 +34,7 @@ from tests.allocator import Gathers, Recording, held, record
 from tests.chosen import chosen, examples
 from tests.launch import launch
 from tests.parts import parts
-from tests.simulate import captured, enlist, passes, ranks
+from tests.simulate import captured, enlist, lower, passes, ranks
 
 WORKER = Path(__file__).parents[1] / "workers" / "memory.py"
 BOUND = PEAK_ERROR

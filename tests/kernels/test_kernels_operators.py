@@ -16,7 +16,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 import fsdp_compiled.kernels
 from fsdp_compiled.ir.program import Port, Program
 from fsdp_compiled.kernels.operators import operators
-from fsdp_compiled.lower.lowering import lower
+from tests.simulate import lower
 
 ADAM = {"beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 0.1, "decoupled": True, "maximize": False}
 

@@ -286,7 +286,7 @@ class ProgramMaker:
         process group along each axis, other than the mesh's."""
         lowering = self._partition(program, groups or self.mesh.groups)
         pieces = self._compile_pieces(lowering)
-        return lowering.boxed(pieces) if boxed else lowering.runner(pieces), lowering.text(pieces)
+        return lowering.runner(pieces, boxed), lowering.text(pieces)
 
     def _partition(self, program: Program, groups: Mapping[str, str]) -> Lowering:
         how, blocks = self.plan.policy.lower, self.plan.blocks
