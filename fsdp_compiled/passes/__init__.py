@@ -18,13 +18,15 @@ from fsdp_compiled.passes.accumulate import add_up, average, clear
 from fsdp_compiled.passes.check import check, check_ends
 from fsdp_compiled.passes.clip import clip
 from fsdp_compiled.passes.gather import gather
-from fsdp_compiled.passes.host_memory import offload, store_saved
+from fsdp_compiled.passes.host_memory import offload
+from fsdp_compiled.passes.host_memory import store_saved as store_saved
 from fsdp_compiled.passes.limit import limit
 from fsdp_compiled.passes.loss_scale import scale, skip, unscale
 from fsdp_compiled.passes.outer_update import outer_update, shards_of
 from fsdp_compiled.passes.overlap import overlap
 from fsdp_compiled.passes.quantize import quantize
-from fsdp_compiled.passes.recompute import recompute, recompute_saved
+from fsdp_compiled.passes.recompute import recompute as recompute
+from fsdp_compiled.passes.recompute import recompute_saved as recompute_saved
 from fsdp_compiled.passes.reduce import reduce, reduce_row
 from fsdp_compiled.passes.rematerialize import rematerialize
 from fsdp_compiled.passes.report import compare_batches, report
@@ -134,20 +136,3 @@ def _first_fault(
         except Exception:
             return error
     return error
-
-
-__all__ = [
-    "FORWARD",
-    "GRADIENT",
-    "MICROBATCH",
-    "OUTPUTS",
-    "SCHEDULING",
-    "Observer",
-    "Pass",
-    "outer",
-    "recompute",
-    "recompute_saved",
-    "run",
-    "step",
-    "store_saved",
-]
