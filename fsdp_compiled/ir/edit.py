@@ -308,7 +308,7 @@ class Edit:
         self.sweep(dict.fromkeys([*self._calls, *self._left]) if keeps_readers else None)
         ports = (*self._inputs, *self._outputs)
         history, notes = (*self._before.history, name), (*self._before.notes, *notes)
-        return Program(self.graph, ports, history, notes, edits=self._before.edits + 1, inferred=self._result)
+        return Program(self.graph, ports, history, notes, inferred=self._result)
 
 
 def _missing(wanted: list[fx.Node], nodes: Collection[fx.Node], made: Collection[fx.Node]) -> set[fx.Node]:

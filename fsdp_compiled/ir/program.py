@@ -31,8 +31,6 @@ from fsdp_compiled.ir.nodes import (
     calls,
     describe,
     is_collective,
-    is_random,
-    may_be_random,
     role_of,
 )
 
@@ -138,7 +136,6 @@ class Program:
     notes: tuple[str, ...] = ()  # what passes chose, and why
     needs: Callable[[], tuple[str, ...]] = tuple  # the memory it takes on a rank, for people
     peak: Callable[[], str] = str  # the node at which memory peaks, for people; empty where it is not known
-    edits: int = 0  # the number of edits that made the graph
     donated: bool = False  # whether its holder gives it up: an `Edit` then takes the graph instead of copying it
     inferred: Inference | None = field(default=None, compare=False, repr=False)  # what its edits worked out
 
@@ -159,15 +156,6 @@ class Program:
     def after(self, name: str) -> Program:
         """The same program after a pass that had nothing to do."""
         return replace(self, history=(*self.history, name), donated=False)
-
-    def is_graph_of(self, other: Program) -> bool:
-        """Whether nothing was edited between the two."""
-        return (self.graph, self.edits, self.ports) == (other.graph, other.edits, other.ports)
-
-    @property
-    def random(self) -> bool:
-        """Whether running the program draws random numbers."""
-        return any(map(is_random, calls(self.graph, may_be_random)))
 
     @property
     def hash(self) -> str:

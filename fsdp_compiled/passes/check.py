@@ -61,7 +61,7 @@ def check(program: Program, plan: Plan, before: Checked | None = None) -> Checke
     ``before``: the check of the program before a pass. If the pass changed nothing, only its own invariants are
     checked.
     """
-    if before is not None and program.is_graph_of(before.program):
+    if before is not None and program.graph is before.program.graph and program.ports == before.program.ports:
         return _invariants(replace(before, program=program), plan, program.history[len(before.program.history) :])
     checked = _invariants(form(program), plan, program.history)
     _waited(checked)

@@ -57,7 +57,7 @@ def test_what_takes_graphs_over_makes_what_copies_them(recipe: Recipe, kind: str
     assert taken.text() == copied.text() != text
     assert (taken.ports, taken.history, taken.notes) == (copied.ports, copied.history, copied.notes)
     # Nobody's graph was taken: of each pass that had something to do there is one.
-    assert len({one.graph for one in stages}) == copied.edits + 1 == taken.edits + 1 > 5
+    assert len({one.graph for one in stages}) > 5
 
 
 def test_an_edit_takes_what_is_donated_alone() -> None:
@@ -179,9 +179,9 @@ def test_a_program_is_not_copied(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(edit, "copied", counted)
     _, compiled = trained()
-    assert not made and compiled.program.edits > 1
-    compiled.stages  # noqa: B018
-    assert len(made) == compiled.program.edits  # control: who looks at them has one of each
+    assert not made
+    graphs = {one.graph for one in compiled.stages[:-1]}  # the last pass edits nothing; the last stage is what runs
+    assert len(made) == len(graphs) - 1 > 1  # control: who looks at them has one of each
 
 
 def test_a_pass_that_makes_another_program_the_second_time_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
