@@ -243,17 +243,17 @@ class Edit:
                 self.graph.erase_node(node)
                 found += sources
 
-    def rebuild(self, nodes: Collection[fx.Node]) -> dict[fx.Node, fx.Node]:
-        """Makes backward read clones of these forward nodes, made just before the first node that needs them. Returns
-        the clones, by node."""
-        order = positions(self.graph)
+    def rebuild(self, nodes: Collection[fx.Node], readers: Iterable[fx.Node] | None = None) -> dict[fx.Node, fx.Node]:
+        """Makes these readers, all of backward's if not given, read clones of these nodes, made just before the first
+        reader that needs them. Returns the clones, by node."""
         clones: dict[fx.Node, fx.Node] = {}
-        users = {user for node in nodes for user in node.users if user.op == "call_function"}
-        readers = [user for user in users if user.meta["phase"] == "backward"]
-        for node in sorted(readers, key=order.__getitem__):
+        if readers is None:
+            users = {user for node in nodes for user in node.users if user.op == "call_function"}
+            readers = [user for user in users if user.meta["phase"] == "backward"]
+        for node in sorted(readers):
             needed = [source for source in node.all_input_nodes if source in nodes]
-            with self.at(node, "backward"):
-                for source in sorted(_missing(needed, nodes, clones), key=order.__getitem__):
+            with self.at(node, node.meta.get("phase", "update")):  # the output node has none
+                for source in sorted(_missing(needed, nodes, clones)):
                     clones[source] = self.clone(source, clones)
             for source in needed:
                 node.replace_input_with(source, clones[source])

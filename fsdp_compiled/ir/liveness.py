@@ -38,6 +38,20 @@ class LiveRange:
         values = [leaf for node in self.gathers for leaf in pytree.tree_leaves(node.meta["val"])]
         return sum(value.nbytes for value in values if isinstance(value, torch.Tensor))
 
+    @property
+    def issue(self) -> list[fx.Node]:
+        """The nodes that gather a unit: casts, packing, collectives, and parts of their results."""
+        found: list[fx.Node] = []
+        for gather in self.gathers:
+            made: list[fx.Node] = []
+            sources = gather.all_input_nodes
+            while sources := [source for source in sources if role_of(source) in ("cast", "pack")]:
+                made[:0] = sources
+                sources = [before for source in sources for before in source.all_input_nodes]
+            found += made
+            found += [gather, *sorted(user for user in gather.users if role_of(user) == "part")]  # in graph order
+        return found
+
     def first_use(self, phase: Phase) -> fx.Node | None:
         return next((node for node in self.uses if node.op == "call_function" and node.meta["phase"] == phase), None)
 

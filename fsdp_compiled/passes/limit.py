@@ -14,14 +14,13 @@ furthest ahead is freed, and gathered again for that use. This choice frees leas
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 
 from torch import fx
 
 from fsdp_compiled.ir.edit import Edit
 from fsdp_compiled.ir.liveness import LiveRange, live_ranges
-from fsdp_compiled.ir.nodes import AGAIN, GATHERED, Phase, positions, role_of
+from fsdp_compiled.ir.nodes import AGAIN, positions, role_of
 from fsdp_compiled.ir.program import Program
 from fsdp_compiled.plan.plan import Plan
 
@@ -33,8 +32,10 @@ def limit(program: Program, plan: Plan) -> Program:
         return program.after("limit")
     edit = Edit(program)
     order = positions(edit.graph)
-    for again in _stretches(live_ranges(edit.graph), order, most):
-        _gather_again(edit, again, order)
+    for live_range, uses in _stretches(live_ranges(edit.graph), order, most):
+        for copy in edit.rebuild({*live_range.aliases, *live_range.issue}, uses).values():
+            if role_of(copy) in ("gather", "part"):
+                copy.meta["mark"] = replace(copy.meta["mark"], purpose=AGAIN)
     edit.drop_unused_parts()
     return edit.done("limit")
 
@@ -78,32 +79,3 @@ def _stretches(found: list[LiveRange], order: dict[fx.Node, int], most: int) -> 
             if row is not None:
                 row.append(node)
     return more
-
-
-def _gather_again(edit: Edit, what: tuple[LiveRange, Sequence[fx.Node]], order: dict[fx.Node, int]) -> None:
-    """Repeats the gather, and the views behind it, just before the first of these uses, and lets them read it."""
-    live_range, uses = what
-    copies: dict[fx.Node, fx.Node] = {}
-    for use in uses:
-        phase: Phase = use.meta["phase"] if use.op == "call_function" else "update"
-        wanted = [source for source in use.all_input_nodes if source in live_range.aliases]
-        with edit.at(use, phase):
-            for source in sorted(_behind(wanted, live_range, copies), key=order.__getitem__):
-                copies[source] = copy = edit.clone(source, copies)
-                if role_of(copy) in ("gather", "part"):
-                    copy.meta["mark"] = replace(copy.meta["mark"], purpose=AGAIN)
-        for source in wanted:
-            use.replace_input_with(source, copies[source])
-
-
-def _behind(wanted: list[fx.Node], live_range: LiveRange, made: dict[fx.Node, fx.Node]) -> set[fx.Node]:
-    """The wanted aliases and the nodes between them and the gather, except those that are made already."""
-    chain = {*live_range.aliases, *live_range.gathers}
-    found: set[fx.Node] = set()
-    stack = list(wanted)
-    while stack:
-        node = stack.pop()
-        if node not in made and node not in found and (node in chain or role_of(node) in GATHERED):
-            found.add(node)
-            stack += node.all_input_nodes
-    return found

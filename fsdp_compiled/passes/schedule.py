@@ -66,7 +66,7 @@ def schedule(program: Program, plan: Plan) -> Program:
         room = Headroom(edit.done("schedule"), plan)
         notes = [f"{reason}; gathers start only as early as the peak allows" if reason else ""]
     for live_range, target in _starts(edit.graph, found, ahead, most, plan, room):
-        edit.move(_issue(live_range), before=target)
+        edit.move(live_range.issue, before=target)
     _wait_late(edit, max(ahead, 1), plan, room)
     if found:
         peak = most_gathered(live_ranges(edit.graph))
@@ -113,7 +113,7 @@ def _starts(
     previous = 0
     for live_range in found:
         place = places.get(id(live_range))
-        issue = _issue(live_range)
+        issue = live_range.issue
         now = min(order[node] for node in issue)
         earliest = begins[issue[0].meta["phase"]]
         if place is not None:
@@ -165,20 +165,6 @@ def _room(at: int, unit: str, placed: list[LiveRange], most: int | None) -> int:
             at = min(live_range.stop for live_range in busy) + 1
         else:
             return at
-
-
-def _issue(live_range: LiveRange) -> list[fx.Node]:
-    """The nodes that gather a unit: casts, packing, collectives, and parts of their results."""
-    found: list[fx.Node] = []
-    for gather in live_range.gathers:
-        made: list[fx.Node] = []
-        sources = gather.all_input_nodes
-        while sources := [source for source in sources if role_of(source) in ("cast", "pack")]:
-            made[:0] = sources
-            sources = [before for source in sources for before in source.all_input_nodes]
-        found += made
-        found += [gather, *sorted(user for user in gather.users if role_of(user) == "part")]  # in graph order
-    return found
 
 
 def _starts_a_reduction(node: fx.Node) -> bool:
