@@ -39,7 +39,7 @@ from fsdp_compiled.ir.nodes import (
     is_random,
     mutated,
     name_device,
-    positions,
+    upstream,
 )
 from fsdp_compiled.ir.program import Port, Program
 
@@ -253,7 +253,7 @@ class Edit:
         for node in sorted(readers):
             needed = [source for source in node.all_input_nodes if source in nodes]
             with self.at(node, node.meta.get("phase", "update")):  # the output node has none
-                for source in sorted(_missing(needed, nodes, clones)):
+                for source in sorted(upstream(needed, lambda one: one in nodes and one not in clones)):
                     clones[source] = self.clone(source, clones)
             for source in needed:
                 node.replace_input_with(source, clones[source])
@@ -285,15 +285,7 @@ class Edit:
 
     def hoist(self, node: fx.Node, before: fx.Node) -> None:
         """Moves a node and its sources up to before another; nothing in between may change their values."""
-        order = positions(self.graph)
-        found: set[fx.Node] = set()
-        stack = [node]
-        while stack:
-            source = stack.pop()
-            if source.op == "call_function" and source not in found and order[source] > order[before]:
-                found.add(source)
-                stack += source.all_input_nodes
-        self.move(sorted(found, key=order.__getitem__), before)
+        self.move(sorted(upstream([node], lambda one: one.op == "call_function" and one > before)), before)
 
     def move(self, nodes: Iterable[fx.Node], before: fx.Node) -> None:
         """Moves nodes, in this order, to just before another."""
@@ -309,18 +301,6 @@ class Edit:
         ports = (*self._inputs, *self._outputs)
         history, notes = (*self._before.history, name), (*self._before.notes, *notes)
         return Program(self.graph, ports, history, notes, inferred=self._result)
-
-
-def _missing(wanted: list[fx.Node], nodes: Collection[fx.Node], made: Collection[fx.Node]) -> set[fx.Node]:
-    """The wanted nodes and all nodes they are computed from, as far as those are in ``nodes`` and not in ``made``."""
-    found: set[fx.Node] = set()
-    stack = list(wanted)
-    while stack:
-        node = stack.pop()
-        if node in nodes and node not in made and node not in found:
-            found.add(node)
-            stack += node.all_input_nodes
-    return found
 
 
 def _name(mark: Mark) -> str:

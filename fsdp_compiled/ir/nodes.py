@@ -341,6 +341,18 @@ def positions(graph: fx.Graph) -> dict[fx.Node, int]:
     return {node: index for index, node in enumerate(graph.nodes)}
 
 
+def upstream(wanted: Iterable[fx.Node], among: Callable[[fx.Node], bool]) -> set[fx.Node]:
+    """These nodes and all they are computed from, as far as ``among`` is true without a gap."""
+    found: set[fx.Node] = set()
+    stack = list(wanted)
+    while stack:
+        node = stack.pop()
+        if node not in found and among(node):
+            found.add(node)
+            stack += node.all_input_nodes
+    return found
+
+
 def first(nodes: Iterable[fx.Node], order: dict[fx.Node, int]) -> fx.Node:
     return min(nodes, key=order.__getitem__)
 

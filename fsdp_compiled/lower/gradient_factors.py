@@ -13,7 +13,7 @@ import torch
 from torch import fx
 
 from fsdp_compiled.ir.edit import Edit
-from fsdp_compiled.ir.nodes import Mark, purpose_of
+from fsdp_compiled.ir.nodes import Mark, purpose_of, upstream
 
 aten = torch.ops.aten
 MARK = Mark("norm", purpose="factor of all gradients")
@@ -43,13 +43,7 @@ def product(edit: Edit, factors: Sequence[Factor], before: fx.Node) -> fx.Node |
 
 def behind(node: fx.Node, factors: Sequence[Factor]) -> fx.Node:
     """The first node after this one that no factor depends on, so that all factors can stand before it."""
-    made_of: set[fx.Node] = set()
-    stack = [number for number, _ in factors]
-    while stack:
-        source = stack.pop()
-        if source not in made_of:
-            made_of.add(source)
-            stack += source.all_input_nodes
+    made_of = upstream([number for number, _ in factors], lambda _: True)
     node = node.next
     while node in made_of or node.meta.get("mark") == MARK:
         node = node.next
