@@ -194,6 +194,10 @@ class Edit:
         self._inputs[port] = node
         return node
 
+    def input(self, port: Port, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> fx.Node:
+        """The placeholder of this port, added if there is none yet."""
+        return self._inputs.get(port) or self.add_input(port, self.fake(shape, dtype, device))
+
     def before(self, port: Port, value: fx.Node) -> fx.Node:
         """The old value of the tensor that ``value`` is written to: its placeholder, added if nothing reads it yet."""
         old = Port("in", port.kind, port.name)

@@ -38,7 +38,10 @@ def gather(program: Program, plan: Plan) -> Program:
     edit = Edit(program)
     given = {port.name: node for port, node in edit.inputs.items() if port.kind == "parameter"}
     for unit in plan.units:
-        shards = {buffer: _shard(edit, buffer, plan) for buffer in unit.buffers}
+        shards = {
+            buffer: edit.input(Port("in", "shard", buffer.key), [plan.shard_numel(buffer)], buffer.dtype, plan.device)
+            for buffer in unit.buffers
+        }
         for dtype in dict.fromkeys([plan.compute_dtype(buffer) for buffer in unit.buffers]):
             together = {
                 buffer: shard
@@ -84,11 +87,6 @@ def _parameters(
     of = Scope(next(iter(shards)).unit, tuple([buffer.key for buffer in shards]))
     views = edit.again((lying, *reached), list(shards.values()), of, make)
     return list(zip(used, views, strict=True))
-
-
-def _shard(edit: Edit, buffer: Buffer, plan: Plan) -> fx.Node:
-    value = edit.fake([plan.shard_numel(buffer)], buffer.dtype, plan.device)
-    return edit.add_input(Port("in", "shard", buffer.key), value)
 
 
 def _mark(buffer: Buffer, role: Role) -> Mark:

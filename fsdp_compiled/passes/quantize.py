@@ -38,7 +38,7 @@ from torch import fx
 
 from fsdp_compiled.ir.edit import Edit
 from fsdp_compiled.ir.nodes import Mark, role_of, waits_for
-from fsdp_compiled.ir.program import COUNT, RANK, STEP, Port, Program
+from fsdp_compiled.ir.program import COUNT, RANK, STEP, Program
 from fsdp_compiled.kernels.operators import PACKED, operators
 from fsdp_compiled.plan.plan import Plan
 
@@ -166,11 +166,7 @@ def _seed(edit: Edit, plan: Plan, first: fx.Node) -> fx.Node:
     """The seed, int64: different for every step, microbatch and rank along the shard axis."""
     mark = Mark("pack")
 
-    def given(port: Port, shape: list[int]) -> fx.Node:
-        known = edit.inputs.get(port)
-        return known if known is not None else edit.add_input(port, edit.fake(shape, torch.int64, plan.device))
-
-    step, rank = given(STEP, []), given(RANK, [1])
+    step, rank = (edit.input(port, shape, torch.int64, plan.device) for port, shape in ((STEP, []), (RANK, [1])))
     with edit.at(first, first.meta["phase"]):
         seed = edit.call(aten.mul.Tensor, step, 2**20, mark=mark)
         if COUNT in edit.inputs:

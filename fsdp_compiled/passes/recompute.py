@@ -88,7 +88,7 @@ def _gather_among_neighbours(edit: Edit, plan: Plan, clones: Mapping[fx.Node, fx
         if not any(user.op == "call_function" for wait in waits for user in wait.users):
             continue  # forward has no use for it, and gathers nothing
         if ranks not in places:
-            rank = edit.inputs.get(RANK) or edit.add_input(RANK, edit.fake([1], torch.int64, plan.device))
+            rank = edit.input(RANK, [1], torch.int64, plan.device)
             with edit.at(next(node for node in edit.graph.nodes if node.op == "call_function"), "forward"):
                 places[ranks] = edit.call(aten.remainder.Scalar, rank, ranks, mark=Mark("kept"))
         kept = []

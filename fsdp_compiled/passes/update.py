@@ -184,7 +184,7 @@ def _idle(edit: Edit, rule: Rule, buffer: Buffer, plan: Plan) -> dict[fx.Node, f
     size = shard.meta["val"].numel()
     entries = [entry for entry in rule.state if not entry.scalar]
     ports = {Port("in", "state", buffer.key, entry.name): entry.dtype or buffer.dtype for entry in entries}
-    targets = [shard, *(_input(edit, port, [size], dtype, plan) for port, dtype in ports.items())]
+    targets = [shard, *(edit.input(port, [size], dtype, plan.device) for port, dtype in ports.items())]
     mark = Mark("update", buffer.unit, buffer.key, "idle before")
     return {target: edit.call(aten.clone.default, target, mark=mark) for target in targets}
 
@@ -198,7 +198,7 @@ def _put_back(edit: Edit, buffer: Buffer, plan: Plan, kept: dict[fx.Node, fx.Nod
     size = shard.meta["val"].numel()
     place = edit.call(aten.arange.default, size, dtype=torch.int64, device=plan.device, mark=mark)
     if plan.placement.state and plan.shard > 1:
-        rank = _input(edit, RANK, [1], torch.int64, plan)
+        rank = edit.input(RANK, [1], torch.int64, plan.device)
         place = edit.call(aten.add.Tensor, place, edit.call(aten.mul.Tensor, rank, size, mark=mark), mark=mark)
     idle: fx.Node | None = None
     for slot in buffer.slots:
@@ -222,7 +222,7 @@ def _own_part(edit: Edit, buffer: Buffer, plan: Plan, gradient: fx.Node) -> fx.N
     if plan.placement.gradient or not plan.placement.state or plan.shard == 1:
         return gradient
     mark = Mark("update", buffer.unit, buffer.key, "own part")
-    rank = _input(edit, RANK, [1], torch.int64, plan)
+    rank = edit.input(RANK, [1], torch.int64, plan.device)
     rows = edit.call(aten.view.default, gradient, [plan.shard, buffer.numel // plan.shard], mark=mark)
     row = edit.call(aten.index_select.default, rows, 0, rank, mark=mark)
     return edit.call(aten.view.default, row, [buffer.numel // plan.shard], mark=mark)
@@ -237,18 +237,13 @@ def _bind(
     if given.kind == "gradient":
         return gradient, False
     if given.kind == "hyper":
-        return _input(edit, Port("in", "hyper", str(rule.group), given.name), [], torch.float64, plan), True
+        return edit.input(Port("in", "hyper", str(rule.group), given.name), [], torch.float64, plan.device), True
     entry = next(entry for entry in rule.state if entry.name == given.name)
     if entry.scalar:
         assert entry.dtype is not None
-        return _input(edit, Port("in", "state", rule.key, entry.name), [], entry.dtype, plan), True
+        return edit.input(Port("in", "state", rule.key, entry.name), [], entry.dtype, plan.device), True
     dtype = entry.dtype or buffer.dtype
-    return _input(edit, Port("in", "state", buffer.key, entry.name), [size], dtype, plan), False
-
-
-def _input(edit: Edit, port: Port, shape: list[int], dtype: torch.dtype, plan: Plan) -> fx.Node:
-    known = edit.inputs
-    return known[port] if port in known else edit.add_input(port, edit.fake(shape, dtype, plan.device))
+    return edit.input(Port("in", "state", buffer.key, entry.name), [size], dtype, plan.device), False
 
 
 def count_updates(program: Program, plan: Plan) -> Program:
