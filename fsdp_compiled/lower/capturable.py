@@ -158,14 +158,6 @@ def _own_generator(node: fx.Node, _: torch.device) -> bool:
     )
 
 
-def _unawaited(node: fx.Node, _: torch.device) -> bool:
-    """A collective that the program starts but does not wait for, or not for all its parts."""
-    if not is_collective(node):
-        return False
-    parts = [user for user in node.users if not is_wait(user)]
-    return not node.users or any(part.op != "output" and not any(map(is_wait, part.users)) for part in parts)
-
-
 def _awaits_outside(node: fx.Node, _: torch.device) -> bool:
     """A wait for a collective that was started before the program."""
     if not is_wait(node):
@@ -196,7 +188,6 @@ RULES: tuple[tuple[Callable[[fx.Node, torch.device], bool], str], ...] = (
         lambda node, _: "rng_state" in getattr(node.target, "__name__", ""),
         "the generator's state is saved on the host here. Give checkpoint(preserve_rng_state=False).",
     ),
-    (_unawaited, "a collective is started and not waited for, which leaves its stream out of the graph."),
     (_awaits_outside, "a collective is waited for that was started outside of the graph."),
 )
 
