@@ -39,41 +39,34 @@ MARK = Mark("scale")
 def scale(program: Program, plan: Plan) -> Program:
     """The derivative of the loss by itself becomes the factor, in the dtype of the loss."""
     edit = Edit(program)
-    if plan.policy.scaling is not None:
-        factor = edit.add_input(FACTOR, edit.fake([], torch.float32, plan.device))
-        for seed in [node for node in edit.graph.nodes if node.meta.get("seed")]:
-            seed.target, seed.args, seed.kwargs = aten._to_copy.default, (factor,), {"dtype": seed.meta["val"].dtype}
-            edit.infer(seed)
+    factor = edit.add_input(FACTOR, edit.fake([], torch.float32, plan.device))
+    for seed in [node for node in edit.graph.nodes if node.meta.get("seed")]:
+        seed.target, seed.args, seed.kwargs = aten._to_copy.default, (factor,), {"dtype": seed.meta["val"].dtype}
+        edit.infer(seed)
     return edit.done("scale")
 
 
 def unscale(program: Program, plan: Plan) -> Program:
     """Divides gradients by the factor, and adds an output: how many of this rank's gradients are not finite."""
     edit = Edit(program)
-    factor = edit.inputs.get(FACTOR)
-    if factor is not None:
-        with edit.at(edit.end, "update"):
-            _divide(edit, plan, factor)
+    with edit.at(edit.end, "update"):
+        inverse = edit.call(aten._to_copy.default, edit.inputs[FACTOR], dtype=torch.float64, mark=MARK)
+        inverse = edit.call(aten.reciprocal.default, inverse, mark=MARK)
+        inverse = edit.call(aten._to_copy.default, inverse, dtype=torch.float32, mark=MARK)
+        largest = []
+        for port, gradient in edit.outputs.items():
+            if port.kind == "gradient" and gradient is not None:
+                mark = Mark("scale", plan.buffer(port.name).unit, port.name, "factor")
+                if plan.buffer(port.name).updated:
+                    size = edit.call(aten.linalg_vector_norm.default, gradient, math.inf, mark=MARK)
+                    largest.append(edit.call(aten._to_copy.default, size, dtype=torch.float64, mark=MARK))
+                edit.set_output(port, edit.call(aten.mul.Tensor, gradient, inverse, mark=mark))
+        if largest:
+            finite = edit.call(aten.lt.Scalar, edit.call(aten.stack.default, largest, mark=MARK), math.inf, mark=MARK)
+            odd = edit.call(aten.logical_not.default, finite, mark=MARK)
+            mark = Mark("scale", purpose="nonfinite")
+            edit.set_output(OVERFLOW, edit.call(aten.sum.dim_IntList, odd, None, dtype=torch.float64, mark=mark))
     return edit.done("unscale")
-
-
-def _divide(edit: Edit, plan: Plan, factor: fx.Node) -> None:
-    inverse = edit.call(aten._to_copy.default, factor, dtype=torch.float64, mark=MARK)
-    inverse = edit.call(aten.reciprocal.default, inverse, mark=MARK)
-    inverse = edit.call(aten._to_copy.default, inverse, dtype=torch.float32, mark=MARK)
-    largest = []
-    for port, gradient in edit.outputs.items():
-        if port.kind == "gradient" and gradient is not None:
-            mark = Mark("scale", plan.buffer(port.name).unit, port.name, "factor")
-            if plan.buffer(port.name).updated:
-                size = edit.call(aten.linalg_vector_norm.default, gradient, math.inf, mark=MARK)
-                largest.append(edit.call(aten._to_copy.default, size, dtype=torch.float64, mark=MARK))
-            edit.set_output(port, edit.call(aten.mul.Tensor, gradient, inverse, mark=mark))
-    if largest:
-        finite = edit.call(aten.lt.Scalar, edit.call(aten.stack.default, largest, mark=MARK), math.inf, mark=MARK)
-        odd = edit.call(aten.logical_not.default, finite, mark=MARK)
-        mark = Mark("scale", purpose="nonfinite")
-        edit.set_output(OVERFLOW, edit.call(aten.sum.dim_IntList, odd, None, dtype=torch.float64, mark=mark))
 
 
 def skip(program: Program, plan: Plan) -> Program:
