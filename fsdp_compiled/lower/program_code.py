@@ -20,7 +20,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from types import CodeType, MethodType, TracebackType
+from types import CodeType, MethodType, SimpleNamespace, TracebackType
 from typing import Any, TypeAlias
 
 import torch
@@ -147,10 +147,11 @@ class Code:
             self._prefix += "_"
         self._lines: list[str] = []
         self._write(boxed)
-        self.text = "\n".join([*self._lines, ""])
+        text = self.text = "\n".join([*self._lines, ""])
         file = f"<program {next(COUNT)}>.py"
         # Who formats a traceback asks `__loader__` for the text.
-        values = self._values | {"__name__": "fsdp_compiled.program", "__loader__": _Text(self.text)}
+        loader = SimpleNamespace(get_source=lambda _: text)  # holds the text alone, so that no cycle arises
+        values = self._values | {"__name__": "fsdp_compiled.program", "__loader__": loader}
         exec(compile(self.text, file, "exec", dont_inherit=True), values)
         self.function = values.pop("run")
         self.function.__code__ = with_room(self.function.__code__)
@@ -231,11 +232,3 @@ def with_room(code: CodeType) -> CodeType:
     own = code.co_nlocals + len(code.co_cellvars) + len(code.co_freevars)
     half = max(ROOM, 1 << (own + code.co_stacksize).bit_length())
     return code.replace(co_stacksize=half + 1000 - own)
-
-
-class _Text:
-    def __init__(self, text: str) -> None:
-        self._text = text
-
-    def get_source(self, _: str) -> str:
-        return self._text
