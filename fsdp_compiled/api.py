@@ -35,7 +35,7 @@ from fsdp_compiled.plan.make_plan import make_plan
 from fsdp_compiled.plan.plan import Plan
 from fsdp_compiled.plan.units import Choice
 from fsdp_compiled.policy import Policy
-from fsdp_compiled.runtime.checked_call import checked_call, device_refusal, eager_refusal, local_refusal, wire_refusal
+from fsdp_compiled.runtime.checked_call import check_place, checked_call
 from fsdp_compiled.runtime.local_steps import LocalSteps, exchanges, own_sites, programs_of
 from fsdp_compiled.runtime.managed_model import ManagedModel
 from fsdp_compiled.runtime.param_step_counts import brought_by
@@ -118,6 +118,8 @@ def _sharded(
     except Exception as error:  # of the user's code too: the optimizer's step, the choice of units
         failure = error
     place = _connect_or_raise(mesh, model, failure)
+    if checked is not None and checked[2].sync_every is not None and checked[2].rendezvous is None:
+        place = own_sites(place, checked[2].shard)
     plan = exchange = None
     notes: tuple[str, ...] = ()
     if checked is not None and checked[2].tp is not None:
@@ -134,11 +136,8 @@ def _sharded(
         checked = (*checked[:2], replace(checked[2], network=found))
     if checked is not None:
         leaves, rules, policy = checked
-        if policy.sync_every is not None and policy.rendezvous is None:
-            place = own_sites(place, policy.shard)
-        failure = device_refusal(policy, place.device) or eager_refusal(policy, rules, place)
-        failure = failure or local_refusal(policy, rules, model.modules(), place) or wire_refusal(policy, rules, place)
         try:
+            check_place(policy, rules, model.modules(), place)
             check_tensor_parallel(model, place, leaves, policy)
             replicas = place.replicate if policy.sync_every is None else 1  # which a step then does not know
             plan = make_plan(leaves, policy, place.device, place.shard, replicas, place.tp)
@@ -146,7 +145,7 @@ def _sharded(
             exchange = programs_of(plan, place) if policy.sync_every is not None and own is not None else None
             text = _fingerprint(model, plan, rules, own) if place.world > 1 else ""
         except Exception as error:
-            failure = failure or error
+            failure = error
     agree(place, "What compile_sharded was called with", text, failure)
     assert plan is not None and checked is not None
     with half_taken(place):
@@ -168,13 +167,13 @@ def _cut(
     loss: Callable[..., Any] | None,
 ) -> tuple[str, ...]:
     """Cuts the model along tp as `Policy.tp` says, if all ranks can; notes for the plan. Collective."""
-    _, rules, policy = checked
+    leaves, rules, policy = checked
     failure: Exception | None = None
     cuts = None
     try:
-        if (refusal := device_refusal(policy, place.device) or eager_refusal(policy, rules, place)) is not None:
-            raise refusal
+        check_place(policy, rules, model.modules(), place)
         check_policy(policy, place)
+        make_plan(leaves, policy, place.device, place.shard, place.replicate, place.tp)  # raises for what it refuses
         cuts = find_cuts(model, optimizer, policy.tp, place, loss)
     except Exception as error:
         failure = error

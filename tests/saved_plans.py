@@ -15,7 +15,6 @@ from fsdp_compiled.runtime.checkpoint import data_file, writing
 from fsdp_compiled.runtime.checkpoint.chunks import Holders, Place, held, tensors
 from fsdp_compiled.runtime.checkpoint.manifest import Manifest, merged
 from fsdp_compiled.runtime.checkpoint.saving import Image, Save, Written, arrange
-from fsdp_compiled.runtime.shard_model import write_slot
 
 CPU = torch.device("cpu")
 STATE = (
@@ -59,7 +58,7 @@ def shards(plan: Plan, place: Place, whole: dict[str, torch.Tensor] | None) -> t
                 value = whole[slot.name + (f".{name}" if name else "")]  # type: ignore[index]
                 if slot.leaf.split:
                     value = value.chunk(plan.tp, slot.leaf.tp.dim)[place.tp]  # type: ignore[union-attr, arg-type]
-                write_slot(flat, slot, value)
+                slot.of(flat).copy_(value)
             size = buffer.numel // plan.shard
             own = flat[place.shard * size : (place.shard + 1) * size].clone() if cut else flat
             (optimizer if name else parameters)[f"{buffer.key}.{name}" if name else buffer.key] = own

@@ -40,7 +40,7 @@ from fsdp_compiled.plan.plan import Plan
 from fsdp_compiled.plan.units import Choice, find_units
 from fsdp_compiled.policy import Policy
 from fsdp_compiled.runtime.rng import seed
-from fsdp_compiled.runtime.shard_model import ManagedModel, parameters_of, read_leaves, read_slot, take_over
+from fsdp_compiled.runtime.shard_model import ManagedModel, parameters_of, read_leaves, take_over
 from fsdp_compiled.runtime.state import optimizer_state
 
 CPU = torch.device("cpu")
@@ -242,7 +242,7 @@ class Simulation:
     def parameters(self) -> dict[str, torch.Tensor]:
         """The full parameters, by first name."""
         return {
-            slot.name: read_slot(whole, slot)
+            slot.name: slot.of(whole)
             for buffer, (whole, *_) in self._replicas().items()
             for slot in self.plan.buffer(buffer).slots
         }

@@ -62,6 +62,10 @@ class Slot:
     def end(self) -> int:
         return self.offset + self.leaf.numel
 
+    def of(self, flat: torch.Tensor) -> torch.Tensor:
+        """Its place in the buffer, as a view of the parameter's shape."""
+        return self.leaf.at(flat, self.offset)
+
 
 @dataclass(frozen=True)
 class Part:

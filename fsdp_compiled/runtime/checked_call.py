@@ -92,77 +92,67 @@ def checked_call(
     return owned, rules, lowered(policy or Policy())
 
 
-def device_refusal(policy: Policy, device: torch.device) -> ValueError | None:
+def check_place(policy: Policy, rules: Sequence[Rule], modules: Iterable[nn.Module], place: Mesh) -> None:
+    """Raises ``ValueError`` for what is not possible, or was not yet compared with eager PyTorch, on these ranks.
+    ``place``: under local steps, with the sites along its replicate axis."""
+    check_device(policy, place.device)
+    if (rule := eager_rule(rules)) is not None:
+        as_it_is = f"{rule.name} runs as it is, after the program ({rule.eagerly}), "
+        if place.tp > 1:
+            raise ValueError(
+                f"{as_it_is}which is not supported under tensor parallelism yet. Take an optimizer whose update can be "
+                "traced, such as AdamW."
+            )
+        if policy.offload:
+            raise ValueError(
+                f"Policy.offload is True, but {as_it_is}and would work on shards in host memory. Leave offload out, or "
+                "take an optimizer whose update can be traced."
+            )
+    yet = {"wire": policy.wire, "sync_every": policy.sync_every, "rendezvous": policy.rendezvous}
+    given = [f"Policy.{name} is {value!r}" for name, value in yet.items() if value is not None]
+    if policy.sync_every is not None:
+        _check_local(policy, given[-1], modules, place)
+    if given and place.tp > 1:
+        raise ValueError(f"{given[-1]}, which is not supported under tensor parallelism yet. Leave one of them out.")
+    if given and (whole := next((rule for rule in rules if rule.whole), None)):
+        raise ValueError(
+            f"{given[-1]}, but {whole.name} updates whole matrices on owners, which it does not go with yet."
+        )
+
+
+def check_device(policy: Policy, device: torch.device) -> None:
+    """Raises ``ValueError`` for what this kind of device does not have."""
     if policy.cuda_graph is True and device.type != "cuda":
-        return ValueError(f'Policy.cuda_graph is True, which needs a GPU: the model is on {device}. Use "auto".')
+        raise ValueError(f'Policy.cuda_graph is True, which needs a GPU: the model is on {device}. Use "auto".')
     if policy.offload and device.type == "cpu":
-        return ValueError(
+        raise ValueError(
             f"Policy.offload is True, but the model is on {device}: its shards are in host memory already. Take it "
             'out. What makes a rank hold less: more ranks, Policy(shard="zero3", recompute="unit"), limit=2.'
         )
     if policy.unrounded_gradients and (why := widening(device)):
-        return ValueError(
+        raise ValueError(
             "Policy.unrounded_gradients needs matrix products of bfloat16 that are written in float32, which PyTorch "
             f"does not have on {device}: {why}. Leave it out: gradients are then rounded to the compute dtype, as "
             "FSDP2's are."
         )
-    return None
 
 
-def wire_refusal(policy: Policy, rules: Sequence[Rule], place: Mesh) -> ValueError | None:
-    """An error if ``Policy.wire`` meets something that was not yet compared with eager PyTorch under it; else None."""
-    if policy.wire is None:
-        return None
-    return _not_yet(f"Policy.wire is {policy.wire!r}", rules, place)
-
-
-def _not_yet(what: str, rules: Sequence[Rule], place: Mesh) -> ValueError | None:
-    if place.tp > 1:
-        return ValueError(f"{what}, which is not supported under tensor parallelism yet. Leave one of them out.")
-    if whole := next((rule for rule in rules if rule.whole), None):
-        return ValueError(f"{what}, but {whole.name} updates whole matrices on owners, which it does not go with yet.")
-    return None
-
-
-def local_refusal(
-    policy: Policy, rules: Sequence[Rule], modules: Iterable[nn.Module], place: Mesh
-) -> ValueError | None:
-    """An error if local steps are not possible here; else None. ``place``: with sites along its replicate axis."""
-    if policy.sync_every is None:
-        return None
-    what = f"Policy.sync_every is {policy.sync_every}"
+def _check_local(policy: Policy, what: str, modules: Iterable[nn.Module], place: Mesh) -> None:
+    """Raises ``ValueError`` if local steps are not possible here."""
     if policy.rendezvous is not None:
-        what = f"Policy.rendezvous is {policy.rendezvous}"
         if place.replicate > 1:
-            return ValueError(
+            raise ValueError(
                 f"{what}: its sites are jobs of their own, but this mesh has {place.replicate} rows, which exchange as "
                 "sites do. Give a mesh of one axis, or none; or leave rendezvous out."
             )
         if gone := names.missing("sites that come and go"):
-            return ValueError(f"{what}, but PyTorch {torch.__version__} has no {gone[0]}. Leave it out.")
+            raise ValueError(f"{what}, but PyTorch {torch.__version__} has no {gone[0]}. Leave it out.")
     elif place.replicate == 1 and place.world > 1:
-        return ValueError(
+        raise ValueError(
             f"{what}, but the mesh has one site of {place.shard} ranks, which exchange in every step. Give a mesh with "
             'two axes, ("replicate", "shard"), whose rows are the sites; or shard="ddp", where each rank is one.'
         )
     if any(isinstance(module, SequenceAttention) and module.axis == "replicate" for module in modules):
-        return ValueError(
+        raise ValueError(
             f'{what}, but a SequenceAttention goes along "replicate", which no step crosses. Put it along "shard".'
         )
-    return _not_yet(what, rules, place)
-
-
-def eager_refusal(policy: Policy, rules: Sequence[Rule], place: Mesh) -> ValueError | None:
-    if (rule := eager_rule(rules)) is None:
-        return None
-    if place.tp > 1:
-        return ValueError(
-            f"{rule.name} runs as it is, after the program ({rule.eagerly}), which is not supported under tensor "
-            "parallelism yet. Take an optimizer whose update can be traced, such as AdamW."
-        )
-    if policy.offload:
-        return ValueError(
-            f"Policy.offload is True, but {rule.name} runs as it is, after the program ({rule.eagerly}), and would "
-            "work on shards in host memory. Leave offload out, or take an optimizer whose update can be traced."
-        )
-    return None

@@ -93,6 +93,8 @@ class VerifiedPrograms:
             for name, value in vars(module).items()
             if isinstance(value, PLAIN)
         }
+        kept = {one.number for one in self._programs.cached}
+        self._traced = {number: values for number, values in self._traced.items() if number in kept}
         found = [f"{name} was {was!r} and is {value!r}"
                  for name, was, value in _differing(self._traced.setdefault(compiled.number, now), now)]  # fmt: skip
         return f" (since the first such call, {'; '.join(found[:3])})" if found else ""

@@ -40,7 +40,6 @@ from fsdp_compiled.plan.rows import whole, widths
 from fsdp_compiled.runtime.eager_comparison import sent_apart
 from fsdp_compiled.runtime.parameters.sharded_parameter import WholeParameter
 from fsdp_compiled.runtime.parameters.sharded_tensor import ShardedTensor
-from fsdp_compiled.runtime.shard_model import read_slot
 from fsdp_compiled.torch_private.modes import run_backward
 
 ALIVE = 4  # buffers that stay gathered at once
@@ -111,7 +110,7 @@ class EagerRun(TorchFunctionMode):
 
     def _cut_out(self, buffer: Buffer, place: int, slot: Slot, flat: torch.Tensor) -> torch.Tensor:
         if not buffer.by_rows:
-            return read_slot(flat, slot)
+            return slot.of(flat)
         ranks = self._mesh.shard
         width = widths(buffer, ranks)[place]
         return whole(flat.view(ranks, -1)[:, slot.offset : slot.offset + width], slot.leaf, ranks)
@@ -125,7 +124,7 @@ class EagerRun(TorchFunctionMode):
             flat = torch.zeros(buffer.numel)
             for slot in buffer.slots:
                 if slot.name in self.gradients:
-                    read_slot(flat, slot).copy_(self.gradients[slot.name])
+                    slot.of(flat).copy_(self.gradients[slot.name])
             found[buffer.key] = sent_apart(flat, form)
         return found
 

@@ -30,7 +30,7 @@ from fsdp_compiled.runtime.autograd_hooks import backward_hooks, check_module_ho
 from fsdp_compiled.runtime.parameters.gathered_call import register
 from fsdp_compiled.runtime.parameters.shard_layout import Layout
 from fsdp_compiled.runtime.parameters.sharded_operators import gradient_at
-from fsdp_compiled.runtime.parameters.sharded_parameter import by_identity, is_live, show
+from fsdp_compiled.runtime.parameters.sharded_parameter import is_live, show
 from fsdp_compiled.runtime.parameters.sharded_tensor import is_sharded
 
 TAKEN = "This optimizer was taken over by compile_sharded: "
@@ -198,19 +198,17 @@ class ManagedModel:
         named = list(self.model.named_modules(remove_duplicate=False))
         modules = dict.fromkeys(module for _, module in named)
         tables = [table for module in modules for table in (module._parameters, module._modules)]
-        self._tables, self._empty = [one for one in tables if one], [one for one in tables if not one]
-        self._before: list[dict[str, Any]] = [dict(table) for table in self._tables]
+        self._tables, self._sizes = tables, list(map(len, tables))
+        self._places, self._names = [one for one in tables for _ in one], [name for one in tables for name in one]
+        self._held = [one for table in tables for one in table.values()]
         self._parameters = _entries(named)
         self._hooks = backward_hooks(modules)
         self._hooked = -1
 
     def _same(self) -> bool:
-        """Compares tables in C, and in these by identity: parameters come first, and compare so inside."""
-        by_identity[0] = True
-        try:
-            return self._before == self._tables and not any(self._empty)
-        finally:
-            by_identity[0] = False
+        """Compares tables in C, and what is in them by identity, as in `ModuleBuffers.look`."""
+        now = map(dict.get, self._places, self._names)
+        return list(map(len, self._tables)) == self._sizes and all(map(is_, now, self._held))
 
     def _check_trained(self) -> None:
         """Raises ``ValueError`` if ``requires_grad`` of a parameter differs from what the shards were laid out for."""

@@ -15,13 +15,13 @@ from torch import nn
 from torch.optim import Optimizer
 
 from fsdp_compiled.capture.model_tensors import named_parameters
+from fsdp_compiled.capture.side_effects import some
 from fsdp_compiled.distributed.mesh import Unanimous
 from fsdp_compiled.optim.rule import Rule
 from fsdp_compiled.plan.plan import Plan
 
 Names = frozenset[str]
 Numbers = Mapping[str, float]  # of one parameter, by name
-SHOWN = 4
 
 
 @dataclass
@@ -48,9 +48,8 @@ class StepCounts:
         self.added = frozenset()
 
     def loaded(self, updated: Mapping[str, Names]) -> None:
-        """Takes the counts of these rules from a checkpoint. No microbatches are summed up then."""
+        """Takes the counts of these rules from a checkpoint."""
         self.updated = {key: names for key, names in (self.updated | dict(updated)).items() if names}
-        self.added = frozenset()
 
     @property
     def value(self) -> tuple[Any, ...]:
@@ -66,19 +65,14 @@ class StepCounts:
 
 def _refusal(rule: Rule, before: Names, now: Names) -> str:
     first, left = now - before, before - now
-    what = [f"updates {_some(first)} for the first time, after steps of others"] * bool(first)
-    what += [f"does not reach {_some(left)}, which made the steps before"] * bool(left)
+    what = [f"updates {some(sorted(first))} for the first time, after steps of others"] * bool(first)
+    what += [f"does not reach {some(sorted(left))}, which made the steps before"] * bool(left)
     return (
         f"{rule.name} counts the steps of each parameter, and group {rule.group} has one count for all of its own. "
         f"This step {', and '.join(what)}, so nothing was updated. Put parameters that only some steps reach into "
         "param groups of their own, before compile_sharded; or train them in a loop of your own (fully_shard), "
         "which counts for each."
     )
-
-
-def _some(names: Collection[str]) -> str:
-    more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
-    return ", ".join(sorted(names)[:SHOWN]) + more
 
 
 def names_of(plan: Plan, rule: Rule) -> list[str]:
@@ -109,19 +103,10 @@ def aged(rule: Rule, numbers: Mapping[str, Numbers]) -> Names:
 
 
 def of_group(rule: Rule, rows: Mapping[str, Numbers]) -> tuple[Names, dict[str, Numbers]]:
-    """The parameters of a rule that have made steps, and the rows that are the group's numbers and so must agree
-    (`parted`): those of these parameters, or all if none made a step. ``rows``: each one's numbers, by name."""
+    """The parameters of a rule that have made steps, and the rows that are the group's numbers and so must agree:
+    those of these parameters, or all if none made a step. ``rows``: each one's numbers, by name."""
     stepped = aged(rule, rows) if rule.counts else frozenset()
     return stepped, {name: own for name, own in rows.items() if name in stepped} or dict(rows)
-
-
-def parted(rows: Iterable[Numbers]) -> dict[str, list[float]]:
-    """The numbers that differ between these parameters: all their values, by name."""
-    values: dict[str, set[float]] = {}
-    for own in rows:
-        for name, value in own.items():
-            values.setdefault(name, set()).add(value)
-    return {name: sorted(found) for name, found in values.items() if len(found) > 1}
 
 
 def brought_by(optimizer: Optimizer | None, model: nn.Module, plan: Plan, rules: Iterable[Rule]) -> StepCounts:

@@ -29,6 +29,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.utils import _pytree as pytree
 
 from fsdp_compiled.analysis.roofline import flops
 from fsdp_compiled.plan.hardware import GIB, Cluster, bits, gpus
@@ -172,6 +173,8 @@ def _on_networks(source: _Source, prices: Sequence[Price], cluster: Cluster) -> 
 
 
 def _asked(given: str | Cluster, node: int, nic: str | None, ranks: int | None) -> tuple[Cluster, int]:
+    if node < 1:
+        raise ValueError(f"node is {node}; expected the number of GPUs of a node.")
     if isinstance(given, Cluster):
         if ranks is None:
             raise ValueError("gpus is a Cluster; say how many ranks: ranks=64.")
@@ -272,15 +275,17 @@ class _Source:
     def made(self, depth: int, rows: int) -> Setup:
         if self.setup is not None:
             model_fn, loss, batch = self.setup
-            return model_fn, loss, tuple(_repeated(one, rows) for one in batch)
+            return model_fn, loss, pytree.tree_map_only(torch.Tensor, lambda one: _repeated(one, rows), batch)
         return of_config(self.given, depth, rows, self.seq)
 
     def tokens(self, rows: int) -> int:
         """Tokens in a microbatch."""
         if self.setup is None:
             return rows * self.seq
-        first = next(one for one in self.setup[2] if isinstance(one, torch.Tensor))
-        return rows * (first.shape[1] if first.dim() > 1 and not first.is_floating_point() else 1)
+        tensors = [one for one in pytree.tree_leaves(self.setup[2]) if isinstance(one, torch.Tensor) and one.dim()]
+        if not tensors:
+            raise ValueError("The batch that model brings has no tensor with rows; expected that of one row.")
+        return rows * (tensors[0].shape[1] if tensors[0].dim() > 1 and not tensors[0].is_floating_point() else 1)
 
     def captured(self, depth: int, way: Way, cluster: Cluster) -> AbstractContextManager[Traced]:
         model_fn, loss, batch = self.made(depth, way.rows)

@@ -1,6 +1,6 @@
 """Measures steps, call by call, beside their prediction: `Sharded.profile`.
 
-While a step is profiled, the program's code runs with a clock around each call (`Timed`). In ``torch.profiler`` each
+While a step is profiled, the program's code runs with a clock around each call. In ``torch.profiler`` each
 call has a name, too: its unit and its node.
 """
 
@@ -33,41 +33,43 @@ from fsdp_compiled.runtime.simulate import this_cpu
 Mark = tuple[fx.Node, float, float]  # what was called, when, and until when, in seconds
 
 
-class Timed:
-    """``runner`` runs the same program; ``marks`` gives the times of its last run. On a GPU, events on its own stream
-    measure, so a wait is as long as that stream stands still."""
+def _clocked(compiled: Compiled, device: torch.device, found: Profile) -> tuple[Runner, PendingCollectives]:
+    """What runs the program with a clock around each call. On a GPU, events on its own stream measure, so a wait is as
+    long as that stream stands still."""
+    code, nodes = compiled.pending.code, {node.name: node for node in compiled.program.graph.nodes}
+    now: Callable[[], Any] = _event if device.type == "cuda" else time.perf_counter
+    noted: list[tuple[fx.Node, Any, Any]] = []
 
-    def __init__(self, code: Code, device: torch.device) -> None:
-        self._now: Callable[[], Any] = _event if device.type == "cuda" else time.perf_counter
-        self._noted: list[tuple[fx.Node, Any, Any]] = []
-        self._runner: Runner = Code(code.graph, cache(lambda node: self._clocked(code, node))).run
-
-    def runner(self, *given: Any) -> Sequence[torch.Tensor]:
-        self._noted.clear()
-        return self._runner(*given)
-
-    @property
-    def code(self) -> Runner:
-        return self._runner
-
-    def marks(self) -> list[Mark]:
-        if not self._noted or isinstance(first := self._noted[0][1], float):
-            return list(self._noted)
-        torch.cuda.synchronize()
-        return [(node, *(first.elapsed_time(one) / 1e3 for one in both)) for node, *both in self._noted]  # type: ignore[misc]
-
-    def _clocked(self, code: Code, node: fx.Node) -> tuple[Callable[..., Any], Sequence[Any]]:
+    @cache
+    def call(node: fx.Node) -> tuple[Callable[..., Any], Sequence[Any]]:
         target, args = code.call(node)
         function, label = function_for(target, args, node.kwargs), f"{where(node)}: {node.name}"
 
         def clocked(*given: Any, **named: Any) -> Any:
-            begun = self._now()
+            begun = now()
             with record_function(label):
                 made = function(*given, **named)
-            self._noted.append((node, begun, self._now()))
+            noted.append((node, begun, now()))
             return made
 
         return clocked, args
+
+    timed = Code(code.graph, call).run
+
+    def run(*given: Any) -> Sequence[torch.Tensor]:
+        noted.clear()
+        made = timed(*given)
+        found.runs.append((compiled, measured(_marks(noted), nodes)))
+        return made
+
+    return run, PendingCollectives(timed)
+
+
+def _marks(noted: Sequence[tuple[fx.Node, Any, Any]]) -> list[Mark]:
+    if not noted or isinstance(first := noted[0][1], float):
+        return list(noted)
+    torch.cuda.synchronize()
+    return [(node, *(first.elapsed_time(one) / 1e3 for one in both)) for node, *both in noted]  # type: ignore[misc]
 
 
 def _event() -> torch.cuda.Event:
@@ -138,25 +140,13 @@ def profiling(plan: Plan, programs: Sequence[Compiled]) -> Iterator[Profile]:
         plan = replace(plan, machine=this_cpu(plan))
     found, before = Profile(plan), [(one, one.runner, one.pending) for one in programs]
     for compiled in programs:
-        timed = Timed(compiled.pending.code, plan.device)
-        compiled.runner, compiled.pending = _noting(timed, compiled, found), PendingCollectives(timed.code)
+        compiled.runner, compiled.pending = _clocked(compiled, plan.device, found)
     try:
         yield found
         _ = found.step
     finally:
         for compiled, runner, pending in before:
             compiled.runner, compiled.pending = runner, pending
-
-
-def _noting(timed: Timed, compiled: Compiled, found: Profile) -> Runner:
-    nodes = {node.name: node for node in compiled.program.graph.nodes}
-
-    def run(*given: Any) -> Sequence[torch.Tensor]:
-        made = timed.runner(*given)
-        found.runs.append((compiled, measured(timed.marks(), nodes)))
-        return made
-
-    return run
 
 
 def sentence(plan: Plan, program: Program, step: Timeline) -> str:

@@ -20,7 +20,7 @@ from fsdp_compiled.distributed.mesh import Mesh, RankError, Work, broadcast
 from fsdp_compiled.optim.optimizer_copy import all_leaves
 from fsdp_compiled.optim.rule import Rule
 from fsdp_compiled.plan.leaf import Leaf, contiguous_stride, dense_stride
-from fsdp_compiled.plan.plan import Buffer, Plan, Slot
+from fsdp_compiled.plan.plan import Buffer, Plan
 from fsdp_compiled.plan.units import unit_of
 from fsdp_compiled.runtime.managed_model import ManagedModel
 from fsdp_compiled.runtime.materialize import Holder, Initializer, Order, held, materialize, materialize_buffers
@@ -154,7 +154,8 @@ def take_over(
                 else:
                     value = laid_part(parameter, slot.leaf) if slot.leaf.tp is not None else parameter
                 values.append(value)
-            write_slots(flat, buffer.slots, values)
+            with torch.no_grad():
+                torch._foreach_copy_([slot.of(flat) for slot in buffer.slots], values)
             del values
             yield buffer.key
             broadcast(flat, mesh, parts=buffer.split)
@@ -181,22 +182,6 @@ def _holders(model: nn.Module) -> dict[str, list[Holder]]:
             key = first.setdefault(id(parameter), f"{path}.{name}" if path else name)
             found.setdefault(key, []).append((module, name))
     return found
-
-
-def write_slot(flat: torch.Tensor, slot: Slot, value: torch.Tensor) -> None:
-    """Copies a parameter-shaped tensor into its place, in the parameter's memory order."""
-    flat[slot.offset : slot.end].copy_(slot.leaf.in_memory_order(value))
-
-
-def write_slots(flat: torch.Tensor, slots: Sequence[Slot], values: Sequence[torch.Tensor]) -> None:
-    """`write_slot` for several slots, in one call."""
-    with torch.no_grad():
-        torch._foreach_copy_([slot.leaf.at(flat, slot.offset) for slot in slots], list(values))
-
-
-def read_slot(flat: torch.Tensor, slot: Slot) -> torch.Tensor:
-    """A slot's place in the buffer, as a view of the parameter's shape."""
-    return slot.leaf.in_shape(flat[slot.offset : slot.end])
 
 
 def _own_slice(flat: torch.Tensor, plan: Plan, mesh: Mesh) -> torch.Tensor:
@@ -237,7 +222,7 @@ def _shard_existing_state(
         flat = torch.full((buffer.numel,), begins.get(name, 0.0), dtype=dtype, device=plan.device)
         for slot, state in states.items():
             if isinstance(value := state.get(name), torch.Tensor) and value.shape == slot.leaf.whole_shape:
-                write_slot(flat, slot, laid_part(value, slot.leaf))
+                slot.of(flat).copy_(laid_part(value, slot.leaf))
         yield f"the optimizer's {name} of {buffer.key}, {dtype}"
         broadcast(flat, mesh, parts=buffer.split)
         found[f"{buffer.key}.{name}"] = _own_slice(flat, plan, mesh)

@@ -18,7 +18,7 @@ import torch
 from torch.optim import Optimizer
 
 from fsdp_compiled.distributed.mesh import Mesh
-from fsdp_compiled.ir.program import OVERFLOW, Port
+from fsdp_compiled.ir.program import Port
 from fsdp_compiled.optim.element_wise import ShardParameter
 from fsdp_compiled.optim.hyperparameters import with_numbers
 from fsdp_compiled.optim.optimizer_copy import MISSING, Refused, plain_options
@@ -60,8 +60,6 @@ class ShardUpdate:
     ) -> None:  # fmt: skip
         """Makes one step on the gradients among the program's outputs. ``values``: the groups' numbers, by
         ``"<group>.<name>"``."""
-        if OVERFLOW in outputs and bool(outputs[OVERFLOW]):
-            return
         own = list(self._own(rules))
         kept = list(self._of_idle(own, state, shards, idle))
         parts = [self._part(rule, values, state, shards, outputs, idle) for rule in own]

@@ -304,9 +304,7 @@ class Sharded(ShardedCheckpoints):
     @one_thread
     def _gather_all(self) -> list[torch.Tensor]:
         with self._refusing():
-            self._outside_join("gathered")
-            self._taken.check()
-            self._programs.module_buffers.take(self._state.buffers)
+            self._trained("gathered", optimizer=False)
         with self._meeting("gathered"), outside_modes():
             return wholes_of(self.model)
 

@@ -18,7 +18,7 @@ from fsdp_compiled.capture.global_modes import outside_modes, untraced
 from fsdp_compiled.distributed.call_store import Posted
 from fsdp_compiled.distributed.mesh import RankError
 from fsdp_compiled.distributed.uneven_inputs import Joined
-from fsdp_compiled.ir.program import CALL_PARTS, NORM, Port
+from fsdp_compiled.ir.program import CALL_PARTS, NORM, OVERFLOW, Port
 from fsdp_compiled.kernels import host_copies
 from fsdp_compiled.lower import bundle
 from fsdp_compiled.lower.lowering import below_autograd
@@ -160,17 +160,15 @@ class ShardedCalls:
             with outside_modes(watched=True):
                 return self._execute(request, state, again)
         except RankError as error:
-            if again or not (isinstance(error, ProgramDiffers) and self._traces_anew(error)):
+            own = self._verification
+            if again or own is None or not (isinstance(error, ProgramDiffers) and own.programs.goes_on(error)):
                 self._checkpoints.heard(str(error))
                 raise
         return self._run(kind, state, batch, named, again=True)
 
-    def _traces_anew(self, error: ProgramDiffers) -> bool:
-        return self._verification is not None and self._verification.programs.goes_on(error)
-
     def _find(self, kind: Kind, state: State, batch: tuple[Any, ...], named: dict[str, Any]) -> Request:
         """The call, with its program if it is kept. An error of this rank alone is told to the others."""
-        try:
+        with self._refusing():
             if kind in ("step", "last"):
                 self._read_rates()
                 for update in self._updates:
@@ -181,9 +179,6 @@ class ShardedCalls:
                 self._taken.check_gradients("step" if kind == "last" else kind)
             added = state.step_counts.added if kind == "last" else frozenset()
             return self._programs.find(kind, batch, named, added)
-        except Exception as error:
-            self._refuse(error)
-            raise
 
     def _execute(self, request: Request, state: State, again: bool) -> tuple[Compiled, dict[Port, torch.Tensor]]:
         kind, batch, named = request.kind, request.batch, request.named
@@ -225,7 +220,8 @@ class ShardedCalls:
                 with self._of_site():
                     trace = partial(self._programs.maker.captured_again, request, self._state.buffers)
                     verification.compare(expected, compiled.capture.rebuild(found), found, state, trace)
-            if compiled.updates and (self._updates or self._shard_updates):
+            eagerly = compiled.updates and bool(self._updates or self._shard_updates)
+            if eagerly and not (OVERFLOW in found and bool(found[OVERFLOW])):
                 for one in self._shard_updates:
                     values = self._hyperparameters.values
                     one.run(self._programs.rules, values, state.optimizer, state.parameters, found, compiled.idle)
@@ -348,7 +344,7 @@ class ShardedCalls:
             again = make_rules_again(self.optimizer, rules, made)
         if any(rule.eagerly is None for rule in rules):
             log.warning("%s changed, which is not scheduled: the step is compiled again.", ", ".join(changed))
-            self._programs.retrace(again, self._hyperparameters.options())
+            self._programs.retrace(self._hyperparameters.options())
         self._programs.rules = again
         self._hyperparameters.traced()
         for name, value in optimizer_state(self.plan, again, {}).items():

@@ -27,13 +27,10 @@ class ShardedCheckpoints(ShardedCalls):
     @one_thread
     def full_state_dict(self) -> dict[str, Any]:
         """The ordinary ``model.state_dict()``, on the CPU of rank 0; empty on the other ranks. Collective."""
-        state = self._state
         with self._refusing():
-            self._outside_join("full_state_dict")
             self._as_one("full_state_dict")
-            self._taken.check()
-            self._programs.module_buffers.take(state.buffers)
-        work = whole.full_state_dict(self.model, self.plan, self._mesh, state.parameters, state.buffers)
+            trained = self._trained("full_state_dict", optimizer=False)
+        work = whole.full_state_dict(self.model, trained, self._mesh)
         return self._together("What full_state_dict collects", work, "full_state_dict")
 
     @one_thread

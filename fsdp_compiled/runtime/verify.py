@@ -24,6 +24,7 @@ number, since they may run different programs.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -60,7 +61,6 @@ from fsdp_compiled.runtime.programs.compile import Compiled
 from fsdp_compiled.runtime.programs.program_cache import Programs
 from fsdp_compiled.runtime.programs.request import Request
 from fsdp_compiled.runtime.rng import RandomNumbers
-from fsdp_compiled.runtime.shard_model import read_slot
 from fsdp_compiled.runtime.shard_update import ShardUpdate
 from fsdp_compiled.runtime.state import State, wait_for_host_memory
 
@@ -223,10 +223,11 @@ class Verification:
         summed = (before or Microbatches()).with_one(own, weight, run)
         told = exchange((summed.loss, summed.weight), self._mesh)
         total = sum(one for _, one in told)
-        mean = own if compiled.kind == "accumulate" else sum(value for value, _ in told) / total
+        mean = sum(value for value, _ in told) / total if total else math.nan  # no rank has rows
+        mean = own if compiled.kind == "accumulate" else mean
         copy = pytree.tree_map(torch.clone, state)
         expected = Expected(compiled, result, mean, changed, copy, rules, dict(values), summed, buffers=run.buffers)
-        if compares and compiled.kind != "accumulate":
+        if compares and total and compiled.kind != "accumulate":
             run.gradients = summed.gradients
             self._average(run, self._mesh.tp / total / scale, expected)
         expected.took = time.perf_counter() - begun
@@ -244,7 +245,7 @@ class Verification:
             spread = torch.zeros_like(flat)
             for slot in buffer.slots:
                 if (mean := means.get(slot.name)) is not None:
-                    read_slot(flat, slot).copy_(mean)
+                    slot.of(flat).copy_(mean)
                     size = largest(mean)
                     spread[slot.offset : slot.end] = share * size + TINY
                     most = max(most, size)

@@ -41,15 +41,14 @@ from torch.utils import _pytree as pytree
 from fsdp_compiled.capture.model_tensors import named_parameters
 from fsdp_compiled.distributed.mesh import Mesh, RankError, from_first
 from fsdp_compiled.distributed.owners import Owned, Round
-from fsdp_compiled.ir.program import OVERFLOW, Port
+from fsdp_compiled.ir.program import Port
 from fsdp_compiled.optim.hyperparameters import options_of
 from fsdp_compiled.optim.optimizer_copy import Refused, all_leaves, attributes_of, is_plain, named_leaves, step_of
 from fsdp_compiled.optim.ways import is_of_torch, noted_by
 from fsdp_compiled.optim.whole import OnItsOwn
 from fsdp_compiled.plan.leaf import Leaf
-from fsdp_compiled.plan.plan import Plan, Slot
+from fsdp_compiled.plan.plan import Plan
 from fsdp_compiled.runtime.checkpoint.values import Tensors, digest, encode
-from fsdp_compiled.runtime.shard_model import write_slot
 
 FAILED = 0  # the word of a rank whose step failed
 INSTEAD = "Use one whose update of a parameter is a function of its own gradient and state alone, such as AdamW."
@@ -156,8 +155,6 @@ class WholeUpdate:
     ) -> None:  # fmt: skip
         """Makes one step on the gradients among the program's outputs. ``state``: the optimizer state that users
         see."""
-        if OVERFLOW in outputs and bool(outputs[OVERFLOW]):
-            return
         for parameter in (parameter for group in self.groups for parameter in group["params"]):
             if (piece := self._pieces.get(parameter._sharded_name)) is not None:
                 for name in noted_by([piece]) - noted_by([parameter]):
@@ -204,7 +201,7 @@ class WholeUpdate:
             self._step()
             for name, piece, values in given:
                 if piece.data_ptr() != values.data_ptr():  # its code replaced `p.data`
-                    write_slot(values, Slot(self._slots[name][1].leaf, 0), piece.detach())
+                    self._slots[name][1].leaf.at(values, 0).copy_(piece.detach())
         finally:
             for name, piece, _ in given:
                 piece.data = self._nothing[name]
@@ -263,7 +260,8 @@ class WholeUpdate:
             self._note(before)
         except BaseException as error:  # an interrupt too would leave the others waiting
             failure = error
-        update.send_back(FAILED if failure is not None else self._counted_so_far())
+        # A checksum of what its groups and attributes say, which is the same on all owners.
+        update.send_back(FAILED if failure is not None else zlib.crc32(repr(sorted(self._after.items())).encode()) + 1)
         words = update.wait()
         if failure is not None:
             raise failure
@@ -279,10 +277,6 @@ class WholeUpdate:
                 "its code wrote it, for ranks own different parameters, and how it updates one depends on others now: "
                 f"{INSTEAD[0].lower()}{INSTEAD[1:]} No rank wrote its own. {HALF}"
             )
-
-    def _counted_so_far(self) -> int:
-        """A checksum of what its groups and attributes say, which is the same on all owners."""
-        return zlib.crc32(repr(sorted(self._after.items())).encode()) + 1
 
     def _note(self, before: Mapping[tuple[str, str, int], Any]) -> None:
         """Records what its code has written in groups and attributes since ``before`` was noted."""

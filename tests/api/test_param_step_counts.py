@@ -14,7 +14,7 @@ from torch.utils import _pytree as pytree
 
 from fsdp_compiled import Policy, compile_sharded
 from fsdp_compiled.optim.rules import make_rules
-from fsdp_compiled.runtime.param_step_counts import StepCounts, of_group, parted
+from fsdp_compiled.runtime.param_step_counts import StepCounts, of_group
 from tests.chosen import chosen
 from tests.launch import launch
 from tests.simulate import stages
@@ -183,4 +183,27 @@ def test_whose_numbers_are_a_group_s() -> None:
     old, new = {"step": 3.0}, {"step": 0.0}
     assert of_group(rule, {"a": old, "b": new, "c": {}}) == (frozenset("a"), {"a": old})
     assert of_group(rule, {"a": new, "b": {}}) == (frozenset(), {"a": new, "b": {}})
-    assert parted([old, old, {}]) == {} and parted([old, {"step": 2.0}, old]) == {"step": [2.0, 3.0]}
+
+
+def test_an_optimizer_that_is_loaded_between_microbatches_drops_no_gradient() -> None:
+    """Its own state, so that nothing changes."""
+
+    def trained(loads: bool) -> dict[str, torch.Tensor]:
+        torch.manual_seed(0)
+        model, x = Heads(), torch.randn(4, 4, generator=torch.Generator().manual_seed(1))
+        optimizer = optim.SGD(model.parameters(), 0.1, momentum=0.9)
+        sharded = compile_sharded(model, optimizer, loss=loss_of, policy=Policy(lower="eager"))
+        for both in (True, False):
+            sharded.step(x, both)
+        saved = sharded.full_optimizer_state_dict()
+        sharded.accumulate(x, True)
+        if loads:
+            sharded.load_full_optimizer_state_dict(saved)
+        before = sharded.full_state_dict()["head.weight"]
+        sharded.step(x, False)
+        found = sharded.full_state_dict()
+        assert not torch.equal(found["head.weight"], before), "the microbatch before reached it"
+        return found
+
+    with_it, without = trained(True), trained(False)
+    assert all(torch.equal(with_it[name], value) for name, value in without.items())

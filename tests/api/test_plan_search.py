@@ -307,3 +307,14 @@ def test_the_errors_that_are_printed_are_the_published_ones() -> None:
 
 def test_policies_as_code() -> None:
     assert policy_text(Policy(shard="ddp")) == "Policy(shard='ddp')" and plan_search.FEW < plan_search.MORE
+
+
+def test_every_tensor_of_a_batch_is_repeated_and_tokens_are_found_inside() -> None:
+    batch = (torch.tensor(1.0), {"x": torch.zeros(1, 64, dtype=torch.int64)})
+    source = _Source((None, None, batch), 2048)
+    scale, rest = source.made(0, 8)[2]
+    assert scale is batch[0] and rest["x"].shape == (8, 64) and source.tokens(8) == 512
+    with pytest.raises(ValueError, match="has no tensor with rows"):
+        _Source((None, None, (torch.tensor(1.0),)), 2048).tokens(8)
+    with pytest.raises(ValueError, match="node is 0; expected the number of GPUs of a node"):
+        fsdp_compiled.plan(llama(), "2xH100", node=0)  # type: ignore[operator]

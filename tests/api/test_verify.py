@@ -554,3 +554,15 @@ def test_along_tp_a_rank_that_fails_alone_takes_the_others_out_of_their_collecti
 def test_a_mesh_in_another_order_is_found_with_its_check_off(results: dict[str, Any]) -> None:
     assert all("Policy.verify: in step" in one["message"] for one in results["another_order"])
     assert all("result" in one for one in results["another_order_unseen"])
+
+
+def test_a_step_without_rows_is_none() -> None:
+    model = nn.Linear(6, 1)
+    sharded = compile_sharded(
+        model, torch.optim.SGD(model.parameters(), 0.1), loss=lambda m, x, y: nn.functional.mse_loss(m(x), y),
+        policy=Policy(lower="eager", weigh="rows", verify=True),
+    )  # fmt: skip
+    sharded.step(torch.randn(4, 6), torch.randn(4, 1))
+    before = sharded.full_state_dict()
+    assert sharded.step(torch.zeros(0, 6), torch.zeros(0, 1)).isnan()
+    assert all(torch.equal(before[name], value) for name, value in sharded.full_state_dict().items())

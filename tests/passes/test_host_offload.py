@@ -22,7 +22,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 from torch import fx
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from fsdp_compiled import Plan, Policy, Program, RankError, Sharded, api, compile_sharded
+from fsdp_compiled import Plan, Policy, Program, RankError, Sharded, compile_sharded
 from fsdp_compiled.analysis.memory import persistent
 from fsdp_compiled.analysis.peak_memory import predict
 from fsdp_compiled.ir.edit import Edit, moved
@@ -34,6 +34,7 @@ from fsdp_compiled.lower.cuda_graph import WARM, Replays
 from fsdp_compiled.optim.rules import make_rules
 from fsdp_compiled.passes.host_memory import offload
 from fsdp_compiled.plan.text import human
+from fsdp_compiled.runtime import checked_call
 from fsdp_compiled.runtime.state import wait_for_host_memory
 from tests import models, recipes, simulate
 from tests.allocator import record
@@ -293,7 +294,7 @@ def on_a_cpu(**policy: Any) -> Iterator[Callable[..., Sharded]]:
         chosen = Policy(**{"lower": "eager", "offload": True, "dynamic": False, "kernels": False} | policy | more)
         return compiled_with(replays or Replays(None, False), model, optimizer, policy=chosen)
 
-    with mock.patch.object(api, "device_refusal", lambda *_: None):
+    with mock.patch.object(checked_call, "check_device", lambda *_: None):
         yield made
 
 

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from itertools import combinations
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
 
+from fsdp_compiled import Policy, compile_sharded
+from fsdp_compiled.runtime.simulate import simulated_ranks
 from tests.launch import answers, launch, results_of
 
 WORKER = Path(__file__).parents[1] / "workers" / "tensor_parallel.py"
@@ -157,3 +163,17 @@ def refused() -> dict[str, Any]:
 def test_what_is_not_right_is_refused_on_every_rank(refused: dict[str, Any], case: str) -> None:
     for one in answers(refused, "refusals"):
         assert REFUSED[case] in one[case]
+
+
+@pytest.mark.parametrize(
+    ("shape", "more"),
+    [({"shard": 2, "tp": 2}, {"wire": "int8"}), ({"replicate": 2, "shard": 1, "tp": 2}, {"sync_every": 4}),
+     ({"shard": 4, "tp": 2}, {"reshard_onto": 3})],
+)  # fmt: skip
+def test_what_is_refused_leaves_the_model_uncut(shape: dict[str, int], more: dict[str, Any]) -> None:
+    with simulated_ranks(shape) as mesh:
+        model = nn.Sequential(OrderedDict(up=nn.Linear(8, 16), act=nn.GELU(), down=nn.Linear(16, 8)))
+        policy = Policy(tp={"up": "colwise", "down": "rowwise"}, **more)
+        with pytest.raises(ValueError, match="Policy"):
+            compile_sharded(model, torch.optim.SGD(model.parameters(), 0.1), mesh=mesh, policy=policy)
+        assert not any(isinstance(one, DTensor) for one in model.parameters())

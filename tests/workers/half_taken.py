@@ -129,7 +129,7 @@ def collected(where: str) -> dict[str, Any]:
     else:
         wrong = mock.Mock(side_effect=torch.OutOfMemoryError("tried to allocate more than there is"))
         owner, name, rank = {
-            "copy": (whole, "read_slot", 0),
+            "copy": (whole, "whole_value", 0),
             "first": (sharded_checkpoints, "wait_for_host_memory", 1),
         }[where]
         patched: AbstractContextManager[Any] = mock.patch.object(owner, name, wrong)

@@ -353,6 +353,8 @@ def prepare_values(
         if trained.local is not None and of_run:
             trained.local.load(decode(values["local"][0], tensors) if found.local else None, state)
         write([*written, *((total, total.new_zeros(())) for total in state.sums.values() if of_run)])
+        if of_run:
+            state.step_counts.added = frozenset()
         state.constants.update(fresh)
         if of_run or found.options is not None:
             write_optimizer()

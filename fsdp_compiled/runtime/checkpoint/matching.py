@@ -23,7 +23,7 @@ from fsdp_compiled.runtime.checkpoint.chunks import Chunk, Entry, Place, name_of
 from fsdp_compiled.runtime.checkpoint.contents import OWNED, Trained, class_name, options
 from fsdp_compiled.runtime.checkpoint.manifest import Manifest, first_of
 from fsdp_compiled.runtime.checkpoint.values import decode, encode
-from fsdp_compiled.runtime.param_step_counts import Names, Numbers, of_group, parted
+from fsdp_compiled.runtime.param_step_counts import Names, Numbers, of_group
 from fsdp_compiled.runtime.state import State
 
 SHOWN = 20  # differences in one message
@@ -229,7 +229,7 @@ def _scalars(rule: Rule, rows: Collection[Numbers]) -> list[str]:
             names = ", ".join(sorted(odd))
             problem = f"the optimizer's {names} of group {rule.group} is only in one of checkpoint and optimizer"
             problems += [problem] * (problem not in problems)
-    if parted(rows):
+    if any(len({own[name] for own in rows if name in own}) > 1 for name in wanted):
         problems.append(
             f"the parameters of group {rule.group} are of different age in the checkpoint (their step counts differ): "
             "they were in groups of their own"

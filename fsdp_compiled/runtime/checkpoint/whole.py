@@ -14,7 +14,7 @@ from fsdp_compiled.capture.model_tensors import named_parameters
 from fsdp_compiled.distributed.mesh import Exchange, Mesh, Work, broadcast, gather_parts, gather_shards
 from fsdp_compiled.optim.rule import Rule, StateTensor, rule_for
 from fsdp_compiled.plan.leaf import Leaf
-from fsdp_compiled.plan.plan import Buffer, Plan
+from fsdp_compiled.plan.plan import Buffer
 from fsdp_compiled.runtime.checkpoint import owned_state
 from fsdp_compiled.runtime.checkpoint.chunks import Entry, per_element, place_of
 from fsdp_compiled.runtime.checkpoint.chunks import tensors as every_tensor
@@ -36,7 +36,6 @@ from fsdp_compiled.runtime.checkpoint.matching import (
 )
 from fsdp_compiled.runtime.managed_model import holding
 from fsdp_compiled.runtime.param_step_counts import names_of
-from fsdp_compiled.runtime.shard_model import read_slot
 from fsdp_compiled.runtime.tensor_parallel.parts import whole_value
 
 
@@ -188,26 +187,20 @@ def collected(own: torch.Tensor, buffer: Buffer, cut: bool, what: str, mesh: Mes
     if mesh.rank != 0:
         return {}
     return {
-        slot.name: whole_value([read_slot(part, slot) for part in parts], slot.leaf).detach().cpu().clone()
+        slot.name: whole_value([slot.of(part) for part in parts], slot.leaf).detach().cpu().clone()
         for slot in buffer.slots
     }
 
 
-def full_state_dict(
-    model: nn.Module,
-    plan: Plan,
-    mesh: Mesh,
-    shards: Mapping[str, torch.Tensor],
-    buffers: Mapping[str, torch.Tensor],
-) -> Work[dict[str, Any]]:
+def full_state_dict(model: nn.Module, trained: Trained, mesh: Mesh) -> Work[dict[str, Any]]:
     """The ordinary ``model.state_dict()``, on rank 0 and on the CPU; an empty dictionary elsewhere.
 
     Runs in stages, for `lockstep`: if one rank fails, for example in a hook of the model on rank 0, every rank raises
     an error. Nothing is changed.
     """
-    whole: dict[str, torch.Tensor] = {}
+    plan, whole = trained.plan, dict[str, torch.Tensor]()
     for buffer in plan.buffers:
-        own = shards[buffer.key].to(plan.device)
+        own = trained.state.parameters[buffer.key].to(plan.device)
         found = yield from collected(own, buffer, plan.placement.parameter, buffer.key, mesh)
         for slot in buffer.slots if found else ():
             whole |= dict.fromkeys(slot.leaf.names, found[slot.name])
@@ -217,7 +210,7 @@ def full_state_dict(
     instead: dict[int, torch.Tensor] = {
         id(old): nn.Parameter(whole[name], old.requires_grad) for name, old in named_parameters(model)
     }
-    instead |= {id(old): buffers[name].detach().cpu().clone() for name, old in model.named_buffers()}
+    instead |= {id(old): trained.state.buffers[name].detach().cpu().clone() for name, old in model.named_buffers()}
     with holding(model, instead):
         return model.state_dict()
 

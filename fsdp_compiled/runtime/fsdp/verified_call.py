@@ -11,8 +11,8 @@ error on every rank, before forward returns or any gradient is left in ``grad``.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -22,6 +22,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
+from fsdp_compiled.capture import model_tensors
 from fsdp_compiled.capture.captured import Capture
 from fsdp_compiled.capture.tensor_parallel import own_part
 from fsdp_compiled.distributed.mesh import any_rank
@@ -105,19 +106,11 @@ class VerifiedCalls:
         again = partial(self.made.programs.maker.captured_again, request, made.lent.buffers)
         return Verified(self, compiled, run, result, again, changed, drawn, time.perf_counter() - begun)
 
-    @contextmanager
-    def registered(self, gathered: Mapping[str, torch.Tensor]) -> Iterator[None]:
+    def registered(self, gathered: Mapping[str, torch.Tensor]) -> AbstractContextManager[None]:
         """Inside, modules hold these in the place of their sharded parameters, whose class the model may ask for."""
-        held = [(module._parameters, key, gathered[name])
-                for name, one in self.made.apart for module, key in one.entry.holders]  # fmt: skip
-        before = [table[key] for table, key, _ in held]
-        try:
-            for table, key, tensor in held:
-                table[key] = tensor  # type: ignore[assignment]
-            yield
-        finally:
-            for (table, key, _), parameter in zip(held, before, strict=True):
-                table[key] = parameter
+        held = [(name, holder) for name, one in self.made.apart for holder in one.entry.holders]
+        places = [model_tensors.Place(name, module._parameters, key) for name, (module, key) in held]
+        return model_tensors.in_place(places, gathered)
 
 
 class Verified:

@@ -27,8 +27,8 @@ from fsdp_compiled.plan.leaf import contiguous_stride
 from fsdp_compiled.runtime.fsdp.gradients import reduced_mean
 from fsdp_compiled.runtime.parameters.shard_layout import Layout, ShardPlace
 from fsdp_compiled.runtime.parameters.sharded_operators import gradient_at, whole_of
-from fsdp_compiled.runtime.parameters.sharded_parameter import WholeParameter
-from fsdp_compiled.runtime.parameters.sharded_tensor import ShardedTensor
+from fsdp_compiled.runtime.parameters.sharded_parameter import WholeParameter, is_live
+from fsdp_compiled.runtime.parameters.sharded_tensor import is_sharded
 
 Tables = list[tuple[dict[str, Any], dict[str, Any]]]
 Held = tuple[Tables, list[tuple[str, torch.Tensor, int]]]  # old table entries; the whole tensors put there, by version
@@ -67,11 +67,10 @@ def _gather(owner: Owner | None, model: nn.Module, args: Any, kwargs: Any) -> An
         )
     held: Held = ([], [])
     _open.setdefault(id(model), []).append(held)
-    named = [(name, one) for name, one in named_parameters(model) if _layout_of(one) is not None]
+    layout = owner.layout
+    named = [(name, one) for name, one in named_parameters(model) if is_live(one) or is_sharded(one)]
     if not named:
-        return _cast_inputs(owner.layout, args, kwargs) if owner.layout.gathered is model else None
-    layout = _layout_of(named[0][1])
-    assert layout is not None
+        return _cast_inputs(layout, args, kwargs) if layout.gathered is model else None
     if layout.mesh.world > 1 or layout.plan.policy.precision.param_dtype is not None or not layout.whole:
         _put(model, named, _wholes(layout, [one for _, one in named], type(model).__name__), held)
     layout.differentiated |= torch.is_grad_enabled()
@@ -140,17 +139,9 @@ def _free(owner: Owner | None, model: nn.Module, _args: Any, result: Any) -> Any
     if not calls:
         del _open[id(model)]
     _put_back(held, "in forward")
-    inside = owner.layout.gathered is model
-    layout = next((found for one in model.parameters() if (found := _layout_of(one)) is not None), None)
-    layout = owner.layout if inside else layout
-    if layout is not None and (held[0] or inside) and (dtype := layout.plan.policy.precision.output_dtype) is not None:
-        return cast(result, dtype)
-    return None
-
-
-def _layout_of(parameter: Any) -> Layout | None:
-    taken = isinstance(parameter, WholeParameter) or issubclass(type(parameter), ShardedTensor)
-    return _place_of(parameter).layout if taken else None
+    layout = owner.layout
+    dtype = layout.plan.policy.precision.output_dtype
+    return cast(result, dtype) if dtype is not None and (held[0] or layout.gathered is model) else None
 
 
 def _place_of(parameter: Any) -> ShardPlace:

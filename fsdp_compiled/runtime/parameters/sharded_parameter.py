@@ -59,11 +59,6 @@ class _Parameter:
             super().requires_grad_(requires_grad)  # type: ignore[misc]
         return self
 
-    def __eq__(self, other: object) -> Any:
-        return self is other if by_identity[0] else super().__eq__(other)
-
-    __hash__ = torch.Tensor.__hash__
-
     register_hook = refusing("register_hook", ON_PARAMETER)
     register_post_accumulate_grad_hook = refusing("register_post_accumulate_grad_hook", ON_PARAMETER)
     module_load = refusing("load_state_dict with swap_tensors", SWAP)
@@ -162,9 +157,6 @@ def show(parameters: Iterable[nn.Parameter]) -> None:
             place.layout.references.pop(place.name)
             torch.utils.swap_tensors(parameter, view)
             _register(parameter, place)
-
-
-by_identity = [False]  # whether ``==`` of parameters is ``is``, to compare the tables that hold them
 
 
 def is_live(tensor: Any) -> bool:

@@ -101,10 +101,9 @@ class Programs:
                 return found[-1]
         raise RuntimeError("Nothing was compiled yet. The first call captures: sharded.step(*batch).")
 
-    def retrace(self, rules: Sequence[Rule], options: str) -> None:
+    def retrace(self, options: str) -> None:
         """Drops the programs that update, as the optimizer's rules have changed. ``options``: how the optimizer differs
         from the beginning, which ranks compare."""
-        self.rules = tuple(rules)
         self._options = options
         for compiled in self.cached:
             if compiled.updates:

@@ -10,6 +10,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -152,7 +153,7 @@ class ProgramMaker:
         if request.sizes:
             self.together(lambda: self._check_fit(compiled, request))
         if replayed:  # as a CUDA graph
-            compiled.runner = self.replays.wrap(compiled.runner, compiled.inputs, label, self.all_say(label))
+            compiled.runner = self.replays.wrap(compiled.runner, compiled.inputs, label, partial(self._all_say, label))
         elif compiled.kind in ("gradient", "forward"):
             compiled.runner = self.replays.beside(compiled.runner)
         self.captures += 1
@@ -284,23 +285,15 @@ class ProgramMaker:
     ) -> tuple[Runner, str]:
         """Lowers the program. ``boxed``: to a function of one list, which it empties of its inputs; ``groups``: the
         process group along each axis, other than the mesh's."""
-        lowering = self._partition(program, groups or self.mesh.groups)
-        pieces = self._compile_pieces(lowering)
-        return lowering.runner(pieces, boxed), lowering.text(pieces)
-
-    def _partition(self, program: Program, groups: Mapping[str, str]) -> Lowering:
-        how, blocks = self.plan.policy.lower, self.plan.blocks
+        groups, how, blocks = groups or self.mesh.groups, self.plan.policy.lower, self.plan.blocks
         lowering = self.together(lambda: Lowering(program, groups, how, blocks, self._bind))
         self._try_kernels(program)
-        return lowering
-
-    def _compile_pieces(self, lowering: Lowering) -> dict[str, Call]:
-        """Compiles each distinct piece on one of the ranks that share code; the others wait for its cache on disk."""
-        made: dict[str, Call] = {}
-        if lowering.pieces and self.ranks.world > 1:
+        pieces: dict[str, Call] = {}
+        if lowering.pieces and self.ranks.world > 1:  # each on one of the ranks that share code; others wait for it
             place, count = among(self.together(lambda: str(cache_place(self.plan.device))), self.ranks)
-            made = self.together(lambda: compile_all(divide(lowering.pieces, count)[place]))
-        return made | self.together(lambda: compile_all(lowering.pieces))
+            pieces = self.together(lambda: compile_all(divide(lowering.pieces, count)[place]))
+        pieces |= self.together(lambda: compile_all(lowering.pieces))
+        return lowering.runner(pieces, boxed), lowering.text(pieces)
 
     def _try_kernels(self, program: Program) -> None:
         """Where a kernel fails or is wrong on any rank's device, all ranks use its reference, and so round alike."""
@@ -327,14 +320,10 @@ class ProgramMaker:
             log.warning("%s runs without a CUDA graph:\n%s", compiled.label, reason)
         return not reason
 
-    def all_say(self, label: str) -> Callable[[str], list[str]]:
-        """A function that exchanges one text of each rank about a call that all ranks make; the texts come by rank."""
-
-        def exchange_texts(text: str) -> list[str]:
-            self.calls.meet(label)
-            return exchange(text, self.mesh)
-
-        return exchange_texts
+    def _all_say(self, label: str, text: str) -> list[str]:
+        """One text of each rank, by rank, about a call that all ranks make."""
+        self.calls.meet(label)
+        return exchange(text, self.mesh)
 
     def together(
         self,
