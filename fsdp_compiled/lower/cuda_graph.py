@@ -142,7 +142,7 @@ class Replay:
         self._tensors: list[torch.Tensor] | None = None  # the tensors of the last call, without the batch
         self._calls = 0  # calls with these tensors
         self._restarts = 0
-        self._graph: torch.cuda.CUDAGraph | None = None
+        self._graph: Any = None  # what was captured
         self._held: list[Held] = []
         self._results = Results([])
         self._refused = False
