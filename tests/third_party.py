@@ -169,7 +169,7 @@ def _check_steps(kind: type[Optimizer], rules: Sequence[Rule], optimizer: Optimi
     (rule,) = rules
     for parameter in optimizer.param_groups[0]["params"]:
         flat = parameter.detach().clone().reshape(-1)
-        update = fx.GraphModule(nn.Module(), rule.trace(flat.numel(), flat.dtype, flat.device))
+        update = fx.GraphModule(nn.Module(), rule.trace(flat.dtype, flat.device))
         shards.append((update, flat, [initial(entry, flat) for entry in rule.state]))
     for rate in RATES:
         eager.param_groups[0]["lr"] = rate

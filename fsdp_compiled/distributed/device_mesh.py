@@ -23,7 +23,7 @@ import os
 import time
 import uuid
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any
@@ -177,6 +177,8 @@ class _World:
         self.group = weakref.ref(group)
         self.compared: set[str] = set()  # meshes, by value
         self.neighbours: dict[tuple[int, ...], str] = {}  # groups, by ranks
+        # Of all ranks, by kind of device, as long as somebody has it. Each call of `fully_shard` asks for one.
+        self.meshes: weakref.WeakValueDictionary[str, DeviceMesh] = weakref.WeakValueDictionary()
 
 
 def _of_world() -> _World:
@@ -207,18 +209,10 @@ def device_mesh_of_all() -> DeviceMesh:
     if not dist.is_initialized():
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
         atexit.register(close)
-    kind, group = place.device.type, dist.group.WORLD
-    before, known = _of_all.get(kind, (lambda: None, lambda: None))
-    if before() is group and (mesh := known()) is not None:
-        return mesh
-    mesh = init_device_mesh(kind, (dist.get_world_size(),))
-    _of_all[kind] = weakref.ref(group), weakref.ref(mesh)
+    kind, known = place.device.type, _of_world().meshes
+    if (mesh := known.get(kind)) is None:
+        mesh = known[kind] = init_device_mesh(kind, (dist.get_world_size(),))
     return mesh
-
-
-# By kind of device: the process group of all ranks, and the mesh made of it, as long as both exist. Each
-# call of `fully_shard` asks for one.
-_of_all: dict[str, tuple[Callable[[], Any], Callable[[], DeviceMesh | None]]] = {}
 
 
 def tp_beside(mesh: DeviceMesh) -> DeviceMesh | None:

@@ -33,7 +33,7 @@ def lost_ranks(board: Board, error: str) -> list[int]:
     peers = {(host.removeprefix("::ffff:"), int(port)) for host, port in ADDRESS.findall(error)}
     found = []
     for rank in others if peers else []:
-        ends = watchdog.read_ends(board.get(f"{rank}/connections") or "[]")
+        ends = watchdog.ends_of(board, rank)
         if any((here.removeprefix("::ffff:"), port) in peers for here, port, _, _ in ends):
             found.append(rank)
     return found or _still(board, others)

@@ -147,15 +147,6 @@ def exchange(value: Any, mesh: Mesh) -> list[Any]:
     return found
 
 
-def exchange_along_tp(value: Any, mesh: Mesh) -> list[Any]:
-    """The values of the ranks along the tp axis, by place there; any picklable value."""
-    if mesh.tp == 1:
-        return [value]
-    found: list[Any] = [None] * mesh.tp
-    dist.all_gather_object(found, value, group=dist.distributed_c10d._resolve_process_group(mesh.groups["tp"]))
-    return found
-
-
 def from_first(value: Any, mesh: Mesh) -> Any:
     """Rank 0's value, on every rank; any picklable value."""
     if mesh.world == 1:

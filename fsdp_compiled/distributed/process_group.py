@@ -95,20 +95,12 @@ def before_end(call: Callable[[], None]) -> None:
     """
     if not _end:
         function = dist.destroy_process_group
-        _end.append(_copied(function))
+        _end.append(types.FunctionType(function.__code__, function.__globals__, closure=function.__closure__))
         try:
             function.__code__ = _destroy_process_group.__code__
         except ValueError:  # it is wrapped around others, and its code is bound to them
             dist.destroy_process_group = dist.distributed_c10d.destroy_process_group = _destroy_process_group
     _endings.append(call)
-
-
-def _copied(function: Any) -> Callable[..., None]:
-    copy = types.FunctionType(
-        function.__code__, function.__globals__, function.__name__, function.__defaults__, function.__closure__
-    )
-    copy.__kwdefaults__ = function.__kwdefaults__
-    return copy
 
 
 def _destroy_process_group(group=None):  # type: ignore[no-untyped-def]

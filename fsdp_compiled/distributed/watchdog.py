@@ -140,14 +140,14 @@ class Watchdog:
             self._tell_connections()
             for rank in range(self._board.world):
                 if rank != self._board.rank:
-                    cut(read_ends(self._board.get(f"{rank}/connections") or "[]"))
+                    cut(ends_of(self._board, rank))
 
     def _tell_connections(self) -> None:
         now = connections(store_port(self._board.store))
         if now != self._told:  # groups were made since
             self._told = now
             self._ever |= now
-            self._board.set(f"{self._board.rank}/connections", ends_written(now))
+            self._board.set(f"{self._board.rank}/connections", json.dumps(sorted(now)))
 
     def _run(self) -> None:
         try:
@@ -225,7 +225,7 @@ class Watchdog:
         if not self._cuts:
             return None
         self._tell_connections()
-        theirs = read_ends(self._board.get(f"{self._next}/connections") or "[]")
+        theirs = ends_of(self._board, self._next)
         common = {(there, other, here, port) for here, port, there, other in theirs} & self._ever
         if not common or common & self._told or self._has_come(running):
             return None
@@ -270,8 +270,7 @@ class Watchdog:
         while time.monotonic() < until:
             if self._cuts:
                 offset = offset % (board.world - 1) + 1
-                theirs = board.get(f"{(board.rank + offset) % board.world}/connections")
-                cut(read_ends(theirs or "[]"))
+                cut(ends_of(board, (board.rank + offset) % board.world))
             if self._stop.wait(0.02) or self._underway is not running:
                 return
         board.end(running.call.number)
@@ -301,14 +300,9 @@ def connections(but: int | None) -> set[Ends]:
     return found
 
 
-def ends_written(ends: set[Ends]) -> str:
-    """The ends as JSON, for `read_ends`."""
-    return json.dumps(sorted(ends))
-
-
-def read_ends(text: str) -> set[Ends]:
-    """The ends that another rank has written."""
-    return {tuple(ends) for ends in json.loads(text)}
+def ends_of(board: Board, rank: int) -> set[Ends]:
+    """The ends that this rank has written on the board."""
+    return {tuple(ends) for ends in json.loads(board.get(f"{rank}/connections") or "[]")}
 
 
 def cut(theirs: set[Ends]) -> int:

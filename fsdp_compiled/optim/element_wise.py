@@ -2,20 +2,19 @@
 
 Only such an update may run on shards, which are slices of flat buffers of many parameters. This is not looked up in a
 list of names but read off the operators: each is pointwise by its tag, is known to move nothing, or works on single
-numbers. For a traced update the graph is checked (`check_elementwise`); for one that runs as it is, every step is
-checked (`element_wise_only`). There code may not ask for a shape either, since that would decide the update of
-everything in a shard.
+numbers. A traced update is checked in its trial (`PointwiseOnly`); for one that runs as it is, every step is checked
+(`element_wise_only`). There code may not ask for a shape either, since that would decide the update of everything in a
+shard.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import fx, nn
+from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -68,29 +67,6 @@ def _is_pointwise(target: torch._ops.OpOverload) -> bool:
 def keeps_places(target: torch._ops.OpOverload) -> bool:
     """Whether an operator on tensors of one shape keeps every element where it is."""
     return target in _KEEP_PLACES or _is_pointwise(target)
-
-
-def check_elementwise(graph: fx.Graph, shape: tuple[int, ...]) -> None:
-    """Raises `Refused` for an operator that may mix the elements of a parameter of this shape, or draws numbers."""
-    for node in graph.nodes:
-        if node.op in ("placeholder", "output"):
-            continue
-        if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
-            raise Refused(f"its step closes over {node.target}")
-        if torch.Tag.nondeterministic_seeded in node.target.tags:
-            raise Refused(f"its step draws random numbers ({node.target})")
-        values = [source.meta["val"] for source in node.all_input_nodes]
-        values += [node.meta["val"]] if isinstance(node.meta.get("val"), torch.Tensor) else []
-        shapes = {tuple(value.shape) for value in values if isinstance(value, torch.Tensor)}
-        if shapes <= {(), (1,)}:
-            continue
-        if not keeps_places(node.target):
-            raise Refused(f"its step uses {node.target}, which does not keep every element where it is")
-        if odd := [list(size) for size in shapes if size not in ((), (1,), shape)]:
-            raise Refused(f"its step makes a tensor of shape {odd[0]} for a parameter of shape {list(shape)}")
-        made = node.meta.get("val")
-        if isinstance(made, torch.Tensor) and tuple(made.shape) in ((), (1,)) and math.prod(shape) != 1:
-            raise Refused(f"its step makes one number of a parameter's elements ({node.target})")
 
 
 # On 1-d tensors these move nothing, if all shapes are the same.

@@ -81,10 +81,14 @@ def is_plain(value: Any) -> bool:
     return all(map(is_plain, value)) if type(value) in (tuple, list) else isinstance(value, PLAIN)
 
 
+# Of PyTorch's wrapper alone: `functools.wraps` copies its marks to others.
+PROFILED = Optimizer.profile_hook_step(lambda _: None).__code__
+
+
 def step_of(kind: type[Optimizer]) -> Callable[..., Any]:
     """The class's ``step`` without the wrapper that runs hooks, including those of all optimizers of the process."""
     step: Callable[..., Any] = kind.step
-    while getattr(step, "hooked", False):
+    while getattr(step, "__code__", None) is PROFILED:
         step = step.__wrapped__  # type: ignore[attr-defined]
     return step
 

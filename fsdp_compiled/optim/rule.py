@@ -123,7 +123,7 @@ class Rule:
     name: str
     state: tuple[StateTensor, ...]
     hypers: tuple[str, ...]
-    trace: Callable[[int, torch.dtype, torch.device], fx.Graph] = field(compare=False)
+    trace: Callable[[torch.dtype, torch.device], fx.Graph] = field(compare=False)
     formula: Formula | None = None
     nonzero: bool = False  # whether the optimizer's code fails at a rate of zero
     eagerly: str | None = None

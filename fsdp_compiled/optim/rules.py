@@ -13,7 +13,7 @@ formula, and are ignored on shards.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import cache, partial
@@ -135,31 +135,7 @@ def _on_shards(optimizer: Optimizer, index: int, group: Mapping[str, Any], names
     if way.eagerly is not None:
         return common(trace=_no_graph, eagerly=way.eagerly)
     formula = formula_of(kind, subject.options, tuple(values), {entry.name for entry in state})
-    return common(trace=_graphs(subject), formula=formula)
-
-
-def _graphs(subject: Subject) -> Callable[[int, torch.dtype, torch.device], fx.Graph]:
-    @cache
-    def once(dtype: torch.dtype, device: torch.device) -> fx.Graph:
-        return trace(subject, dtype, device)
-
-    return lambda numel, dtype, device: for_size(once(dtype, device), numel)
-
-
-def for_size(graph: fx.Graph, numel: int) -> fx.Graph:
-    """The graph, with a flat shard's sizes for those that the code wrote out (``torch.zeros(p.shape)``)."""
-
-    def flat(value: Any) -> Any:
-        return [numel] if isinstance(value, list | tuple) and list(value) == list(SHAPE) else value
-
-    if not any(flat(argument) is not argument for node in graph.nodes for argument in node.args):
-        return graph
-    copy = fx.Graph()
-    mapping: dict[fx.Node, fx.Node] = {}
-    for node in graph.nodes:
-        mapping[node] = copy.node_copy(node, mapping.__getitem__)
-        mapping[node].args = tuple(map(flat, mapping[node].args))
-    return copy
+    return common(trace=cache(partial(trace, subject)), formula=formula)
 
 
 def _current(subject: Subject, optimizer: Optimizer, group: Mapping[str, Any]) -> tuple[StateTensor, ...]:

@@ -36,7 +36,6 @@ from torch.overrides import TorchFunctionMode
 
 from fsdp_compiled.ir.nodes import mutated, name_device
 from fsdp_compiled.kernels.aten_operators import operators
-from fsdp_compiled.optim.element_wise import check_elementwise
 from fsdp_compiled.optim.hyperparameters import hyper_of, with_hyper
 from fsdp_compiled.optim.optimizer_copy import Refused, copy_of
 from fsdp_compiled.optim.rule import Kept, RuleInput, inputs_of
@@ -44,7 +43,6 @@ from fsdp_compiled.optim.step import Part, make_step
 from fsdp_compiled.torch_private.names import there
 
 COMPARISONS = ("ne", "eq", "gt", "lt", "ge", "le")
-IN_PLACE = {"__iadd__": "add", "__isub__": "sub", "__imul__": "mul", "__itruediv__": "div", "__ipow__": "pow"}
 HALF = (torch.bfloat16, torch.float16)
 ARITHMETIC = tuple(
     "mul multiply div divide true_divide truediv rtruediv imul itruediv add sub iadd isub radd rsub rmul pow".split()
@@ -83,8 +81,6 @@ class Numbers(TorchFunctionMode):
         base = name.strip("_")
         if base in COMPARISONS and (outcome := self._compared(base, args)) is not None:
             return outcome
-        if name in IN_PLACE and self.is_number(args[0]):
-            return getattr(torch, IN_PLACE[name])(*args)
         result = self._scaled(func, name, args, kwargs)
         if isinstance(result, torch.Tensor) and result.dim() == 0 and id(result) not in self._known:
             given = [value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)]
@@ -118,10 +114,7 @@ class Numbers(TorchFunctionMode):
             return func(args[0], end, weight)
         if (base in QUOTIENTS and self.is_number(args[0]) and isinstance(args[1], torch.Tensor)
                 and not self.is_number(args[1])):  # fmt: skip
-            inverse = torch.reciprocal(args[1])  # what PyTorch computes for a Python number over a tensor
-            if inverse.dtype in HALF:
-                return self._upcast(torch.mul, "mul", (inverse, args[0]), {})
-            return inverse * args[0]
+            return torch.reciprocal(args[1]) * args[0]  # what PyTorch computes for a Python number over a tensor
         if base in ARITHMETIC:
             args = self._in_its_dtype(args)
             if any(isinstance(a, torch.Tensor) and a.dim() and a.dtype in HALF for a in args[:1]):
@@ -149,7 +142,6 @@ class Numbers(TorchFunctionMode):
 
 aten = torch.ops.aten
 SHAPE = (2, 3)  # of the parameter in the trace
-ALIASES = (aten.detach.default, aten.alias.default, aten.view_as.default)
 
 
 @dataclass(frozen=True)
@@ -199,9 +191,7 @@ def trace(subject: Subject, dtype: torch.dtype, device: torch.device) -> fx.Grap
     if traced_on != device:
         name_device(graph, device)
     _resolve_aliases(graph)
-    _read_gradient_from_a_copy(graph)
     graph.eliminate_dead_code(is_impure_node=lambda node: node.op in ("placeholder", "output") or bool(mutated(node)))
-    check_elementwise(graph, SHAPE)
     return graph
 
 
@@ -230,28 +220,10 @@ def _step(subject: Subject, made: Optimizer, given: Mapping[RuleInput, torch.Ten
 
 
 def _resolve_aliases(graph: fx.Graph) -> None:
-    """Lets every value be read from the tensor that holds it: removes views of the whole, and results of writes."""
-    for node in list(graph.nodes):
-        if node.op != "call_function":
-            continue
-        if node.target in ALIASES or (
-            node.target is aten.view.default and node.meta["val"].shape == node.args[0].meta["val"].shape
-        ):
-            node.replace_all_uses_with(node.args[0])
-            graph.erase_node(node)
-        elif (targets := mutated(node)) and node.users and isinstance(node.meta.get("val"), torch.Tensor):
+    """Lets every value be read from the tensor that holds it, and not from the result of a write."""
+    for node in graph.nodes:
+        if (targets := mutated(node)) and node.users and isinstance(node.meta.get("val"), torch.Tensor):
             node.replace_all_uses_with(targets[0])
-
-
-def _read_gradient_from_a_copy(graph: fx.Graph) -> None:
-    """Copies a gradient before the code writes it: it may be the sum over microbatches, or be read again."""
-    gradient = graph.find_nodes(op="placeholder")[1]
-    if any(gradient in mutated(node) for node in gradient.users):
-        last = graph.find_nodes(op="placeholder")[-1]
-        with graph.inserting_after(last):
-            copy = graph.call_function(aten.clone.default, (gradient,))
-        copy.meta["val"] = gradient.meta["val"]
-        gradient.replace_all_uses_with(copy, delete_user_cb=lambda user: user is not copy)
 
 
 def _inline_constants(traced: fx.GraphModule) -> None:

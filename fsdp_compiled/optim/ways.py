@@ -17,7 +17,7 @@ from torch import fx, nn
 from torch.optim import Optimizer
 
 from fsdp_compiled.optim.discovery import begin_of, discover
-from fsdp_compiled.optim.element_wise import ShardParameter
+from fsdp_compiled.optim.element_wise import PointwiseOnly, ShardParameter
 from fsdp_compiled.optim.hyperparameters import options_of, with_hyper
 from fsdp_compiled.optim.optimizer_copy import (
     Refused,
@@ -189,8 +189,15 @@ def _tried(
     return way
 
 
-def _module(graph: fx.Graph) -> fx.GraphModule:
-    return fx.GraphModule(nn.Module(), graph)
+def _module(graph: fx.Graph) -> Callable[..., None]:
+    """The graph as a function, in which an operator that is not element-wise raises `Refused`."""
+    module = fx.GraphModule(nn.Module(), graph)
+
+    def update(*tensors: torch.Tensor) -> None:
+        with PointwiseOnly():
+            module(*tensors)
+
+    return update
 
 
 def as_it_is(subject: Subject, noted: frozenset[str] = frozenset()) -> Callable[..., None]:

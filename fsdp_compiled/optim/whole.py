@@ -16,8 +16,7 @@ from __future__ import annotations
 import copy
 import itertools
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from torch import nn
@@ -29,7 +28,8 @@ from fsdp_compiled.optim.hyperparameters import hyper, options_of, scheduled
 from fsdp_compiled.optim.optimizer_copy import Refused, all_leaves, attributes_of, fresh_of, meaning, plain_options
 from fsdp_compiled.optim.trial import FACTORS, Side, counters, difference, gradient_of
 
-Selection: TypeAlias = Callable[[Sequence[torch.Tensor]], list[torch.Tensor]]  # of all parameters, those of a side
+# Of all parameters, those that each owner has: all, every other one twice, and none.
+OWNERS = (slice(None), slice(0, None, 2), slice(1, None, 2), slice(0))
 STEPS, UNCHANGED, MOST = len(FACTORS), 4, 128  # at least; without a new entry in the state; before the trial gives up
 # Wide, tall, square, and of one shape: owners of each.
 SHAPES: Mapping[int, tuple[tuple[int, ...], ...]] = {
@@ -119,48 +119,32 @@ def check_runs_on_some(
     divides = False
     for dtype in dict.fromkeys(dtype for dtype, _ in kinds):
         shapes = _shapes(dtype, kinds)
-        try:
-            _try(optimizer, group, dtype, FACTORS, shapes)
-        except ZeroDivisionError:
-            divides = True
-            _try(optimizer, group, dtype, tuple(filter(None, FACTORS)), shapes)
+        for steady in (0.0, STEADY):
+            try:
+                _try(optimizer, group, dtype, FACTORS, shapes, steady)
+            except ZeroDivisionError:
+                divides = True
+                _try(optimizer, group, dtype, tuple(filter(None, FACTORS)), shapes, steady)
     return divides
 
 
-def _try(
-    optimizer: Optimizer, group: Mapping[str, Any], dtype: torch.dtype, factors: Sequence[float],
-    shapes: Sequence[tuple[int, ...]],
-) -> None:  # fmt: skip
-    owners: list[Selection] = [
-        list,
-        partial(_every, 0, 2),
-        partial(_every, 1, 2),
-        partial(_every, len(shapes), 1),
-    ]
-
-    def compare(sides: Sequence[Side], begin: Sequence[torch.Tensor], index: int) -> None:
-        everything = [parameter.detach() for parameter in sides[0].parameters]
-        counted = _counters(sides[0])
-        for side, select in zip(sides[1:], owners[1:], strict=True):
-            mine = [parameter.detach() for parameter in side.parameters]
-            if (off := difference(mine, select(everything), select(begin), dtype)) is not None:
-                raise Refused(
-                    f"how it updates a parameter depends on which others it has: at step {index + 1}, beside half of "
-                    f"them, {off}"
-                )
-            if odd := [name for name, value in _counters(side).items() if repr(value) != repr(counted.get(name))]:
-                raise Refused(f"its {odd[0]!r} depends on which parameters it has")
-
-    for steady in (0.0, STEADY):
-        run_beside(optimizer, group, dtype, factors, shapes, owners, compare, steady)
+def _compare(sides: Sequence[Side], begin: Sequence[torch.Tensor], dtype: torch.dtype, index: int) -> None:
+    """Raises `Refused` where an owner made another step than the one that has all parameters."""
+    everything = [parameter.detach() for parameter in sides[0].parameters]
+    counted = _counters(sides[0])
+    for side, own in zip(sides[1:], OWNERS[1:], strict=True):
+        mine = [parameter.detach() for parameter in side.parameters]
+        if (off := difference(mine, everything[own], begin[own], dtype)) is not None:
+            raise Refused(
+                f"how it updates a parameter depends on which others it has: at step {index + 1}, beside half of "
+                f"them, {off}"
+            )
+        if odd := [name for name, value in _counters(side).items() if repr(value) != repr(counted.get(name))]:
+            raise Refused(f"its {odd[0]!r} depends on which parameters it has")
 
 
 def _shapes(dtype: torch.dtype, kinds: Sequence[tuple[torch.dtype, int]]) -> list[tuple[int, ...]]:
     return [shape for one, dims in kinds if one == dtype for shape in SHAPES.get(dims, ((2,) * dims,) * 3)]
-
-
-def _every(first: int, step: int, values: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    return list(values[first::step])
 
 
 def _counters(side: Side) -> dict[str, Any]:
@@ -173,12 +157,11 @@ def _counters(side: Side) -> dict[str, Any]:
     }
 
 
-def run_beside(
+def _try(
     optimizer: Optimizer, group: Mapping[str, Any], dtype: torch.dtype, factors: Sequence[float],
-    shapes: Sequence[tuple[int, ...]], owners: Sequence[Selection],
-    compare: Callable[[Sequence[Side], Sequence[torch.Tensor], int], None], steady: float,
+    shapes: Sequence[tuple[int, ...]], steady: float,
 ) -> None:  # fmt: skip
-    """Makes the same steps on small parameters as each of these owners, side by side, and compares after each.
+    """Makes the same steps on small parameters as each of the owners, side by side, and compares after each.
 
     ``steady``: which part of a gradient is the same at all steps. Raises `Refused` where a step fails, or where what it
     keeps does not stop growing.
@@ -189,30 +172,29 @@ def run_beside(
     begin = [torch.randn(shape, generator=draw, dtype=torch.float64).to(dtype) for shape in shapes]
     rate = abs(float(group.get("lr", 0.0))) or 0.01
 
-    def each(call: Callable[[Side, Callable[[Any], Any]], Any]) -> None:
-        for side, select in zip(sides, owners, strict=True):
+    def each(call: Callable[[Side, slice], Any]) -> None:
+        for side, own in zip(sides, OWNERS, strict=True):
             try:
-                call(side, select)
+                call(side, own)
             except (Refused, ZeroDivisionError):
                 raise
             except Exception as error:
                 raise meaning(error, "its step fails on small parameters") from error
 
     notes: dict[str, Any] = next((copy.copy(vars(p)) for p in group["params"] if vars(p)), {})
-    sides = [Side(optimizer, options, select([value.clone() for value in begin]), notes) for select in owners]
+    sides = [Side(optimizer, options, [value.clone() for value in begin[own]], notes) for own in OWNERS]
     counted: list[dict[tuple[str, str], float]] = []
     sizes: list[int] = []
     last = None
-    drawn = [partial(gradient_of, shape, draw) for shape in shapes]
     always: list[torch.Tensor] = []
     for index in itertools.count():
-        gradients = [gradient() for gradient in drawn]
+        gradients = [gradient_of(shape, draw) for shape in shapes]
         always = always or gradients
         gradients = [(one + steady * (first - one)).to(dtype) for one, first in zip(gradients, always, strict=True)]
         hypers = {name: hyper(group, name) * (1 - 0.05 * (index % 3)) for name in scheduled(group) if name != "lr"}
         hypers |= {"lr": rate * factors[index % len(factors)]} if "lr" in group else {}
-        each(lambda side, select, given=gradients, now=hypers: side.step(select(given), now, Apart))  # type: ignore[misc]
-        compare(sides, begin, index)
+        each(lambda side, own, given=gradients, now=hypers: side.step(given[own], now, Apart))  # type: ignore[misc]
+        _compare(sides, begin, dtype, index)
         counted = [*counted[-2:], sides[0].numbers()]
         sizes = [*sizes[1 - UNCHANGED :], sides[0].entries()]
         if last is not None:

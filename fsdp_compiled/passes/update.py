@@ -125,7 +125,7 @@ def _inline(edit: Edit, rule: Rule, buffer: Buffer, plan: Plan, gradient: fx.Nod
     """Copies the rule's graph into the program for this buffer, except what the group already has. Raises
     ``ValueError`` where this graph writes the group's values in another way than an earlier graph did."""
     size = gradient.meta["val"].numel()
-    graph = rule.trace(size, buffer.dtype, plan.device)
+    graph = rule.trace(buffer.dtype, plan.device)
     bound = [_bind(edit, rule, buffer, plan, given, size, gradient) for given in rule.inputs]
     first = not shared.calls
     of_group = Mark("update", f"optimizer {rule.key}", purpose="rule")

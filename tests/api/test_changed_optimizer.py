@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -188,6 +189,23 @@ def test_a_step_method_of_the_class_that_is_replaced_is_followed() -> None:
                 p.sub_(p.grad.sign() * 0.01)
 
     kind.step = step
+    _train(eager, theirs, sharded)
+    torch.testing.assert_close(sharded.full_state_dict()["weight"], eager.weight.detach())
+
+
+def test_a_step_that_has_the_marks_of_the_one_below_it_is_what_runs() -> None:
+    """``functools.wraps`` copies PyTorch's own mark of a step whose hooks run."""
+    optim.AdamW([nn.Parameter(torch.ones(1))])  # the first of a class sets the mark
+
+    class Decayed(optim.AdamW):
+        @functools.wraps(optim.AdamW.step)
+        def step(self, closure: Any = None) -> None:  # type: ignore[override]
+            super().step(closure)
+            with torch.no_grad():
+                for parameter in self.param_groups[0]["params"]:
+                    parameter.mul_(0.5)
+
+    eager, theirs, _, sharded = _pair(Decayed)
     _train(eager, theirs, sharded)
     torch.testing.assert_close(sharded.full_state_dict()["weight"], eager.weight.detach())
 

@@ -61,7 +61,7 @@ def _both(
     if found is not None:
         mine = mine.reshape(-1)
         state = [initial(entry, mine) for entry in found.state]
-        update = fx.GraphModule(nn.Module(), found.trace(mine.numel(), dtype, mine.device))
+        update = fx.GraphModule(nn.Module(), found.trace(dtype, mine.device))
         for rate, gradient in zip(RATES, gradients, strict=True):
             hypers = [torch.tensor(rate if follow else RATES[0], dtype=torch.float64) for _ in found.hypers]
             with torch.no_grad():

@@ -49,7 +49,7 @@ def differing(make: Any, moves: Moves, dtype: torch.dtype = torch.float32, follo
             group.update(move)
         if signature(group) != traced:
             (rule,), traced = make_rules(twin), signature(group)
-            update = fx.GraphModule(nn.Module(), rule.trace(mine.numel(), dtype, mine.device))
+            update = fx.GraphModule(nn.Module(), rule.trace(dtype, mine.device))
         assert rule is not None and update is not None and rule.eagerly is None
         if state is None:
             state = [initial(entry, mine) for entry in rule.state]

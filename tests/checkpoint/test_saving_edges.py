@@ -7,6 +7,7 @@ import errno
 import fcntl
 import json
 import os
+import sys
 import threading
 from collections import deque
 from pathlib import Path
@@ -95,14 +96,13 @@ def test_what_ranks_said_of_a_save_does_not_stay_in_the_store() -> None:
     store = dist.HashStore()
     board = Board(store, 0, 2)
     save = Save(3, Path("aside"), None, False, Manifest(1, 2, {}, {}, {}, {}, {}), {})
-    posts = writing.Posts(board, save.number)
     for rank in (0, 1):
-        posts.set(f"part {rank}", "{}")
-        posts.set(f"heard {rank}", "")
-    posts.set("end", "ended ")
+        board.set(save.key(f"part {rank}"), "{}")
+        board.set(save.key(f"heard {rank}"), "")
+    board.set(save.key("end"), "ended ")
     assert store.num_keys() == 5
-    writing._linger(save, posts)
-    assert store.num_keys() == 1 and posts.get("end") == "ended "
+    writing._linger(save, board)
+    assert store.num_keys() == 1 and board.get(save.key("end")) == "ended "
 
 
 def test_containers_with_a_bound_and_odd_arrays_come_back() -> None:
@@ -140,3 +140,66 @@ def test_complex_numbers_of_two_float64_come_back(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"phase is torch.complex128, .* Keep it as torch.view_as_real"):
         first.export(tmp_path / "weights")
     assert not (tmp_path / "weights").exists()
+
+
+def test_a_buffer_that_is_a_lazy_conjugate_is_exported_and_loaded_as_what_it_stands_for(tmp_path: Path) -> None:
+    model = nn.Linear(4, 4)
+    model.register_buffer("phases", torch.randn(3, dtype=torch.complex64).conj())
+    expected = model.phases.resolve_conj().clone()
+    sharded = compile_sharded(model, torch.optim.SGD(model.parameters(), 0.1), policy=Policy(lower="eager"))
+    sharded.export(tmp_path / "weights")
+    with safe_open(tmp_path / "weights" / "model.safetensors", "pt") as file:
+        assert torch.equal(file.get_tensor("phases"), expected)
+    given = sharded.full_state_dict()
+    sharded.load_full_state_dict(given | {"phases": (2 * expected.conj().resolve_conj()).conj()})
+    assert torch.equal(sharded.full_state_dict()["phases"], 2 * expected)
+
+
+class Scaled(torch.optim.Optimizer):
+    """Its rate is a tensor of two elements."""
+
+    def __init__(self, params: Any, scale: torch.Tensor) -> None:
+        super().__init__(params, {"lr": 0.1, "scale": scale})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for one in group["params"]:
+                if one.grad is not None:
+                    one.add_(one.grad * group["scale"].sum(), alpha=-group["lr"])
+
+
+def test_an_option_that_is_a_tensor_of_several_elements_does_not_keep_a_checkpoint_from_loading(tmp_path: Path) -> None:
+    def made() -> Sharded:
+        torch.manual_seed(0)
+        model = nn.Linear(4, 4)
+        optimizer = Scaled(model.parameters(), torch.tensor([0.5, 0.25]))
+        loss = lambda model, x: model(x).square().mean()  # noqa: E731
+        return compile_sharded(model, optimizer, loss=loss, policy=Policy(lower="eager"))
+
+    first, second = made(), made()
+    first.step(torch.ones(2, 4))
+    first.save(tmp_path, wait=True)
+    assert second.load(tmp_path) == 1
+    assert torch.equal(first.full_state_dict()["weight"], second.full_state_dict()["weight"])
+
+
+def test_where_numpy_is_missing_a_checkpoint_with_its_generator_is_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    build().save(tmp_path, wait=True)
+    monkeypatch.setitem(sys.modules, "numpy.random", None)
+    monkeypatch.delattr(np, "random")
+    assert build(0).load(tmp_path) == 1
+
+
+def test_an_error_that_somebody_asked_for_is_not_raised_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sharded = build()
+
+    def full(*_: Any, **__: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(writing.data_file, "write", full)
+    assert "No space left" in str(sharded.save(tmp_path).exception())
+    monkeypatch.undo()
+    assert sharded.step(torch.ones(2, 4)).isfinite()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import enum
 import gc
+import weakref
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -468,3 +469,44 @@ def test_a_name_that_was_removed_says_what_to_do_instead() -> None:
         from fsdp_compiled import compile_optimizer  # type: ignore[attr-defined]  # noqa: F401
     with pytest.raises(ImportError, match="cannot import name"):  # as any other that is not there
         from fsdp_compiled import compile_everything  # type: ignore[attr-defined]  # noqa: F401
+
+
+def test_a_forward_of_the_class_that_is_replaced_is_what_runs() -> None:
+    class Own(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.w = nn.Linear(4, 1)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.w(x)  # type: ignore[no-any-return]
+
+    before, x = fully_shard(Own()), torch.ones(2, 4)
+    first = before(x)
+    Own.forward = lambda self, x: self.w(x) * 10  # type: ignore[method-assign]
+    torch.testing.assert_close(before(x), first * 10)
+    new = Own()
+    expected = new(x).detach()
+    torch.testing.assert_close(fully_shard(new)(x), expected)
+
+
+def test_recurrent_layers_keep_no_whole_weights() -> None:
+    model = nn.LSTM(4, 4)
+    alive = [weakref.ref(one) for one in model.parameters()]
+    fully_shard(model)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for _ in range(2):
+        model(torch.ones(3, 2, 4))[0].sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    gc.collect()
+    assert not any(one() is not None for one in alive)
+
+
+def test_an_optimizer_without_groups_is_none_of_ours() -> None:
+    class Wrapper(torch.optim.Optimizer):
+        def __init__(self, inner: torch.optim.Optimizer) -> None:
+            self.inner = inner
+
+    model, other = net(), net()
+    wrapped = Wrapper(torch.optim.SGD(other.parameters(), 0.1))
+    assert fully_shard(model)(X).requires_grad and wrapped.inner is not None

@@ -44,7 +44,7 @@ def _run_rule(optimizer: optim.Optimizer, gradients: list[torch.Tensor], rates: 
         else torch.full_like(parameter, entry.initial)
         for entry in rule.state
     }
-    graph = rule.trace(parameter.numel(), parameter.dtype, CPU)
+    graph = rule.trace(parameter.dtype, CPU)
     update = fx.GraphModule(nn.Module(), graph)
     for gradient, rate in zip(gradients, rates, strict=True):
         hypers = [torch.tensor(rate, dtype=torch.float64) for _ in rule.hypers]
@@ -155,7 +155,7 @@ def test_a_scheduled_momentum_is_read_on_every_step(kind: type[optim.Optimizer])
         entry.name: torch.full((), entry.initial, dtype=entry.dtype) if entry.scalar else torch.zeros(64)
         for entry in rule.state
     }
-    update = fx.GraphModule(nn.Module(), rule.trace(64, torch.float32, CPU))
+    update = fx.GraphModule(nn.Module(), rule.trace(torch.float32, CPU))
     for gradient in gradients:
         (group,) = eager.param_groups
         hypers = [torch.tensor(hyper(group, name), dtype=torch.float64) for name in rule.hypers]

@@ -32,7 +32,6 @@ from fsdp_compiled.distributed.mesh import Mesh
 from fsdp_compiled.optim.rule import Rule, rule_for
 from fsdp_compiled.plan.leaf import Leaf
 from fsdp_compiled.plan.plan import Buffer, Plan, Slot
-from fsdp_compiled.runtime.parameters.shard_layout import ShardPlace
 from fsdp_compiled.torch_private.dtensor import LocalShardsWrapper
 
 Shape = tuple[int, ...]
@@ -262,12 +261,3 @@ def _contiguous(shape: Sequence[int], start: int, stop: int) -> Iterator[Rectang
 def wrapped(chunks: Sequence[Chunk]) -> LocalShardsWrapper:
     """The chunks in the form that DCP writes and reads."""
     return LocalShardsWrapper([one.values for one in chunks], [one.offsets for one in chunks])
-
-
-def rectangles_of(place: ShardPlace, values: torch.Tensor) -> LocalShardsWrapper | None:
-    """This rank's part of a parameter, gradient or average, in the form that DCP writes and reads; None: nothing.
-
-    ``values``: this rank's values, 1-d, at ``place``.
-    """
-    chunks = list(chunks_of(place.name, place.leaf, place_of(place.layout.mesh), place.part.first, values))
-    return wrapped(chunks) if chunks else None

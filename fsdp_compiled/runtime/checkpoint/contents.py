@@ -180,7 +180,7 @@ class _Source(NamedTuple):
     seed: Callable[[str], Any]
 
 
-def _sources(device: torch.device) -> dict[str, _Source]:
+def sources(device: torch.device) -> dict[str, _Source]:
     """This rank's generators, by name."""
     default = torch.default_generator
 
@@ -211,12 +211,12 @@ def _sources(device: torch.device) -> dict[str, _Source]:
 def generators(state: State, device: torch.device) -> dict[str, Any]:
     """The states of this rank's random generators."""
     _ = state.random  # what was written into the state goes to the generator first
-    return {name: source.state() for name, source in _sources(device).items()}
+    return {name: source.state() for name, source in sources(device).items()}
 
 
 def check_generators(saved: Mapping[str, Any], device: torch.device) -> None:
     """Raises ``ValueError`` where `set_generators` could not take these states. All stay as they are."""
-    for name, source in _sources(device).items():
+    for name, source in sources(device).items():
         before = source.state()
         try:
             if name in saved or name in ("cpu", "python"):
@@ -233,7 +233,7 @@ def check_generators(saved: Mapping[str, Any], device: torch.device) -> None:
 def set_generators(saved: Mapping[str, Any], state: State, device: torch.device) -> None:
     """Sets this rank's generators, so that they go on where the saved ones stood."""
     _ = state.random
-    for name, source in _sources(device).items():
+    for name, source in sources(device).items():
         if name in saved:
             source.put(saved[name])
         elif name == "cuda":  # the checkpoint was written on CPUs
@@ -243,5 +243,5 @@ def set_generators(saved: Mapping[str, Any], state: State, device: torch.device)
 def derive_generators(text: str, state: State, device: torch.device) -> None:
     """Gives this rank new random numbers, which are a function of the text."""
     _ = state.random
-    for name, source in _sources(device).items():
+    for name, source in sources(device).items():
         source.seed(f"fsdp_compiled {name} {text}")

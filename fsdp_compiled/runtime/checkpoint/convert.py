@@ -259,7 +259,9 @@ def _dcp_groups(reader: _Files, begin: str) -> list[dict[str, Any]]:
     for key in (key for key in reader.entries if key.startswith(begin)):
         owner, option = key.removeprefix(begin).rsplit(".", 1)
         value = reader.read(key)
-        groups.setdefault(owner, {})[option] = value.item() if isinstance(value, torch.Tensor) else value
+        groups.setdefault(owner, {})[option] = (
+            value.item() if isinstance(value, torch.Tensor) and value.numel() == 1 else value
+        )
     if found := [options for options in groups.values() if "params" in options]:
         return found
     flat: dict[str, dict[str, Any]] = {}

@@ -22,9 +22,14 @@ import torch
 import xxhash
 
 
+def settled(tensor: torch.Tensor) -> torch.Tensor:
+    """The values in host memory, contiguous; of a lazy conjugate or negative, the numbers that it stands for."""
+    return tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
+
+
 def memory_of(tensor: torch.Tensor) -> memoryview:
     """The bytes of a contiguous tensor in host memory, writable; they keep the tensor alive."""
-    if tensor.device.type != "cpu" or not tensor.is_contiguous():
+    if tensor.device.type != "cpu" or not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
         raise ValueError(f"no bytes of a tensor on {tensor.device} with strides {tensor.stride()}")
     size = tensor.numel() * tensor.itemsize
     if size == 0:

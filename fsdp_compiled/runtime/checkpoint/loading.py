@@ -27,6 +27,7 @@ from fsdp_compiled.runtime.checkpoint.contents import (
     dealt_out,
     derive_generators,
     set_generators,
+    sources,
 )
 from fsdp_compiled.runtime.checkpoint.data_file import BLOCK, Corrupt, Reader, Request, header_of, memory_of, stored
 from fsdp_compiled.runtime.checkpoint.manifest import Manifest, refusing_edited
@@ -345,7 +346,8 @@ def prepare_values(
     write_optimizer = prepare_optimizer(values, tensors, found, trained)
     of_run = "updates" in values  # or of weights or an optimizer alone
     random, own = values.get("random", (None, False))  # a checkpoint that was converted from another format has none
-    drawn = decode(random, tensors) if own else {}
+    there = sources(trained.plan.device)  # NumPy may be missing here
+    drawn = decode({name: tree for name, tree in random.items() if name in there}, tensors) if own else {}
     if own:
         check_generators(drawn, trained.plan.device)
 

@@ -22,7 +22,7 @@ from fsdp_compiled.runtime.checkpoint import owned_state
 from fsdp_compiled.runtime.checkpoint.chunks import Chunk, Entry, Place, name_of, per_element
 from fsdp_compiled.runtime.checkpoint.contents import OWNED, Trained, class_name, options
 from fsdp_compiled.runtime.checkpoint.manifest import Manifest, first_of
-from fsdp_compiled.runtime.checkpoint.values import decode, encode
+from fsdp_compiled.runtime.checkpoint.values import decode, encode, tensor_names
 from fsdp_compiled.runtime.param_step_counts import Names, Numbers, of_group
 from fsdp_compiled.runtime.state import State
 
@@ -88,9 +88,9 @@ def match_options(manifest: Manifest, trained: Trained, optimizer: Optimizer, fo
     saved = manifest.values["optimizer"]["same"]
     counted = {(rule.group, entry.name) for rule in trained.rules for entry in rule.state if entry.place == "group"}
     names = {slot.name: slot.leaf.names for buffer in trained.plan.buffers for slot in buffer.slots}
-    group_of = {
-        name: options for options, row in zip(saved["groups"], saved["parameters"], strict=True) for name in row
-    }
+    # Options that are tensors are neither compared nor taken over.
+    kept = [{k: v for k, v in one.items() if not tensor_names(v)} for one in saved["groups"]]
+    group_of = {name: options for options, row in zip(kept, saved["parameters"], strict=True) for name in row}
     rows: list[dict[str, Any]] = []
     fit = len(found.differences)
     for index, (group, own) in enumerate(zip(optimizer.param_groups, options(optimizer), strict=True)):

@@ -80,6 +80,10 @@ class Save:
     def what(self) -> str:
         return f"the checkpoint of step {self.head.step} in {self.aside.parent}"
 
+    def key(self, what: str) -> str:
+        """Where ranks say this of it, on the store."""
+        return f"save/{self.number}/{what}"
+
 
 @dataclass(frozen=True)
 class Arranged:

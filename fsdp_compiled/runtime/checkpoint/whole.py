@@ -96,7 +96,9 @@ def of_rank_0(given: Any, mesh: Mesh) -> Work[dict[str, torch.Tensor]]:
     def read(key: str) -> Work[torch.Tensor]:
         shape, dtype = kinds[key]
         empty = torch.empty(shape, dtype=dtype, device=mesh.device)
-        value = given[key].detach().to(mesh.device).contiguous() if mesh.rank == 0 else empty
+        value = (
+            given[key].detach().to(mesh.device).resolve_conj().resolve_neg().contiguous() if mesh.rank == 0 else empty
+        )
         sent = value.view(-1).view(torch.uint8)
         yield key
         broadcast(sent, mesh)
@@ -135,7 +137,7 @@ def load_weights(
         for key in found:
             value = there[key].read()
             value = ((yield from value) if together else value).to(kinds[name][1])
-            if first is not None and not torch.equal(first, value):
+            if first is not None and not torch.allclose(first, value, rtol=0, atol=0, equal_nan=True):
                 raise ValueError(
                     f"{what} differ in {found[0]} and {key}, which are one parameter here, so nothing was loaded. "
                     "Build the model without the tie, or remove the one that is not meant."

@@ -14,11 +14,10 @@ import json
 import shutil
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, wait
 from contextlib import suppress
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -63,9 +62,11 @@ class Saving(Future[Path]):
             self.told = True
             raise
 
-    def ended(self, seconds: float) -> bool:
-        """Whether it ends within this time. Nobody is told how it ended."""
-        return bool(wait([self], seconds).done)
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        """Its error, or None. Waits for it."""
+        error = super().exception(timeout)
+        self.told = self.told or error is not None
+        return error
 
     def failed(self) -> SaveError | None:
         """Its error, if it ended with one and nobody was told."""
@@ -73,23 +74,6 @@ class Saving(Future[Path]):
             return None
         error = super().exception()
         return error if isinstance(error, SaveError) else None
-
-
-@dataclass
-class Posts:
-    """What ranks say of one save, on the store."""
-
-    board: Board
-    number: int
-
-    def set(self, key: str, text: str) -> None:
-        self.board.set(f"save/{self.number}/{key}", text)
-
-    def get(self, key: str) -> str | None:
-        return self.board.get(f"save/{self.number}/{key}")
-
-    def forget(self, key: str) -> None:
-        self.board.forget(f"save/{self.number}/{key}")
 
 
 Copied = Sequence[memoryview] | Exception  # by file, its bytes; or why there are none
@@ -163,8 +147,12 @@ class Checkpoints:
             if copied is None:
                 copied = RuntimeError("it was interrupted while it copied")
             after = self._open[-1][0] if self._open else None
-            self._open.append((start(save, own, copied, self._mesh.rank, self._calls.board, after), image))
-        return self._open[-1][0]
+            future, board = Saving(save), self._calls.board or Board(dist.HashStore(), 0, 1)  # one rank posts to itself
+            self._open.append((future, image))
+            given = save, own, copied, self._mesh.rank, board, future, after
+            name = f"checkpoint of step {save.head.step}"
+            threading.Thread(target=_run, args=given, name=name, daemon=False).start()
+        return future
 
     def _free_image(self) -> Image:
         """An image that is not being written."""
@@ -174,34 +162,21 @@ class Checkpoints:
         return next(one for one in self._images if one not in used)
 
 
-def start(save: Save, own: Written, copied: Copied, rank: int, board: Board | None, after: Saving | None) -> Saving:
-    """Writes in a thread that Python waits for at its end. The thread first waits for ``after``, if one is given.
-
-    ``board``: where ranks post; None in a world of one, which posts to itself.
-    """
-    future = Saving(save)
-    posts = Posts(board or Board(dist.HashStore(), 0, 1), save.number)
-    threading.Thread(
-        target=_run, args=(save, own, copied, rank, posts, future, after), name=f"checkpoint of step {save.head.step}",
-        daemon=False,
-    ).start()  # fmt: skip
-    return future
-
-
 def _run(
-    save: Save, own: Written, copied: Copied, rank: int, posts: Posts, future: Saving, after: Saving | None
+    save: Save, own: Written, copied: Copied, rank: int, board: Board, future: Saving, after: Saving | None
 ) -> None:
+    """Runs in a thread that Python waits for at its end. It first waits for ``after``, if one is given."""
     try:
-        beat = Heartbeat(posts, rank)
-        while after is not None and not after.ended(LOOK):
+        beat = Heartbeat(board, save.key(f"alive {rank}"))
+        while after is not None and not wait([after], LOOK).done:  # nobody is told how it ended
             beat()
         after = None  # otherwise each would hold the one before
         said = _write(save, own, copied, rank, beat)
-        posts.set(f"part {rank}", said)
-        end = _finish(save, posts) if rank == 0 else _hear(save, posts, rank)
-        posts.set(f"heard {rank}", "")
+        board.set(save.key(f"part {rank}"), said)
+        end = _finish(save, board) if rank == 0 else _hear(save, board)
+        board.set(save.key(f"heard {rank}"), "")
         if rank == 0:
-            _linger(save, posts)
+            _linger(save, board)
     except BaseException as error:  # the store is gone, with the rank that holds it
         end = _read_end(save, f"{type(error).__name__}: {error}")
     if rank == 0:
@@ -247,20 +222,19 @@ def part_of(save: Save, own: Written, rank: int, checksums: Sequence[Sequence[st
 class Heartbeat:
     """Says from time to time that this rank is still writing."""
 
-    def __init__(self, posts: Posts, rank: int) -> None:
-        self._posts, self._rank = posts, rank
+    def __init__(self, board: Board, key: str) -> None:
+        self._board, self._key = board, key
         self._last, self._count = time.monotonic(), 0
 
     def __call__(self) -> None:
         if time.monotonic() - self._last > 1:
             self._last, self._count = time.monotonic(), self._count + 1
-            self._posts.set(f"alive {self._rank}", str(self._count))
+            self._board.set(self._key, str(self._count))
 
 
-def _finish(save: Save, posts: Posts) -> str:
+def _finish(save: Save, board: Board) -> str:
     """Rank 0 ends the save; returns how it failed, in words, or an empty text if it is complete."""
-    ranks = range(save.head.world)
-    parts = [_wait(partial(posts.get, f"part {rank}"), posts, rank) for rank in ranks]
+    parts = [_wait(f"part {rank}", save, board, rank) for rank in range(save.head.world)]
     found = [json.loads(part) if part is not None else None for part in parts]
     errors = [
         f"rank {rank}: it died or hangs, nothing is heard of it" if part is None else part["error"]
@@ -282,7 +256,7 @@ def _finish(save: Save, posts: Posts) -> str:
         shutil.rmtree(save.aside, ignore_errors=True)
         end = f"{save.what} was not written: {'; '.join(errors[:3])}. Earlier checkpoints are as they were."
     end = end[:1].upper() + end[1:]
-    posts.set("end", f"ended {end}")
+    board.set(save.key("end"), f"ended {end}")
     return end
 
 
@@ -298,20 +272,20 @@ def _check_files(aside: Path, made: Manifest) -> None:
             )
 
 
-def _hear(save: Save, posts: Posts, rank: int) -> str:
-    end = _wait(lambda: posts.get("end"), posts, 0)
+def _hear(save: Save, board: Board) -> str:
+    end = _wait("end", save, board, 0)
     return end.removeprefix("ended ") if end is not None else _read_end(save, "rank 0 was not heard of any more")
 
 
-def _linger(save: Save, posts: Posts) -> None:
+def _linger(save: Save, board: Board) -> None:
     """Rank 0 holds the store, so it stays until the others have read the end. Then it removes what they said of it."""
     until = time.monotonic() + 30
     for rank in range(save.head.world):
-        life = Life(posts.board, rank)
-        while posts.get(f"heard {rank}") is None and time.monotonic() < until and not life.lost():
+        life = Life(board, rank)
+        while board.get(save.key(f"heard {rank}")) is None and time.monotonic() < until and not life.lost():
             time.sleep(POLL)
         for what in ("part", "alive", "heard"):
-            posts.forget(f"{what} {rank}")
+            board.forget(save.key(f"{what} {rank}"))
 
 
 def _read_end(save: Save, reason: str) -> str:
@@ -344,14 +318,14 @@ class Life:
         return now - self._since > (min(FAILED, watchdog.SILENCE) if failed else watchdog.SILENCE)
 
 
-def _wait(read: Callable[[], str | None], posts: Posts, rank: int) -> str | None:
-    """What is read once it is there; None where the rank that says it is silent for too long."""
-    last, since, life = None, time.monotonic(), Life(posts.board, rank)
+def _wait(what: str, save: Save, board: Board, rank: int) -> str | None:
+    """What this rank says, once it is there; None where the rank is silent for too long."""
+    last, since, life = None, time.monotonic(), Life(board, rank)
     begun = since
-    while (found := read()) is None:
-        if (now := posts.get(f"alive {rank}")) != last:
+    while (found := board.get(save.key(what))) is None:
+        if (now := board.get(save.key(f"alive {rank}"))) != last:
             last, since = now, time.monotonic()
         if time.monotonic() - since > SILENCE or life.lost():
-            return read()
+            return board.get(save.key(what))
         time.sleep(min(LOOK, POLL + (time.monotonic() - begun) / 10))
     return found

@@ -406,7 +406,8 @@ def _adopt_optimizers(groups: Sequence[ParameterGroup]) -> None:
                     "holds both."
                 )
     for optimizer in [one for one in objects if issubclass(type(one), Optimizer)]:
-        holding = [held for held in optimizer.param_groups if any(id(one) in new for one in held["params"])]
+        groups_of = getattr(optimizer, "param_groups", ())  # a wrapper round another may have none
+        holding = [held for held in groups_of if any(id(one) in new for one in held["params"])]
         if any(optimizer.state.get(one) for held in holding for one in held["params"] if id(one) in new):
             raise ValueError(
                 f"{type(optimizer).__name__} has state of parameters that fully_shard has sharded since. Make the "

@@ -305,7 +305,7 @@ def _states(module: Any, recurse: bool) -> list[ModuleState]:
     return states_in(module) if recurse else [_state(module)]
 
 
-def _compiled(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+def _compiled(name: str, function: Callable[..., Any], kind: type | None = None) -> Callable[..., Any]:
     """A method that runs this function of the model as a program or, in a trace, as a part of one.
 
     Inputs and outputs are cast as ``mp_policy`` says, as FSDP2's hooks do at every module.
@@ -322,7 +322,7 @@ def _compiled(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         inputs, output = self._fsdp_compiled_casts
         if inputs is not None:
             args, named = cast(args, inputs), cast(named, inputs)
-        result = function(self, *args, **named)
+        result = (function if kind is None else getattr(kind, name))(self, *args, **named)  # as the class has it now
         return result if output is None else cast(result, output)
 
     return method
@@ -366,7 +366,7 @@ def give_class(module: nn.Module, state: ModuleState) -> None:
     kind = type(module)
     if kind not in _classes:
         members = {
-            "forward": _compiled("forward", kind.forward),
+            "forward": _compiled("forward", kind.forward, kind),
             "__deepcopy__": _deepcopy,
             "__module__": kind.__module__,
         }

@@ -46,6 +46,14 @@ _versions_of = attrgetter("parameter._version", "local._version")
 _local_now_and_then = attrgetter("parameter._local_tensor", "local")
 
 
+def put(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+    """Registers it; `nn.LSTM` and its like keep their weights in a list besides."""
+    if isinstance(module, nn.RNNBase):
+        setattr(module, name, parameter)
+    else:
+        module._parameters[name] = parameter
+
+
 @dataclass(eq=False)
 class Entry:
     """One parameter. ``part``: its elements in the flat shard; ``local``: the view of them."""
@@ -61,7 +69,7 @@ class Entry:
     def tie(self, holder: Holder) -> None:
         """Puts the parameter at this place too, where the plain parameter was that it replaced."""
         (module, name), (first, known) = holder, self.holders[0]
-        module._parameters[name] = first._parameters[known]
+        put(module, name, first._parameters[known])
         self.holders.append(holder)
 
     @property
@@ -243,7 +251,7 @@ class ParameterGroup:
             entry.parameter, changed = now, True
             now.__dict__[OURS] = True
             for module, name in entry.holders:
-                module._parameters[name] = now
+                put(module, name, now)
         if changed:
             self._lay_out([entry for flat in self.flats for entry in flat.entries])
 
@@ -283,7 +291,7 @@ class ParameterGroup:
         made.__dict__[OURS] = True
         plain.__dict__[ENTRY] = weakref.ref(entry)
         for module, name in holders:
-            module._parameters[name] = made
+            put(module, name, made)
         self.replaced.append((weakref.ref(plain), made))
         entry.parameter = made
         return entry
@@ -377,7 +385,7 @@ class ParameterGroup:
         """Registers a whole parameter with these values in the modules."""
         whole = nn.Parameter(values, entry.parameter.requires_grad)
         for module, name in entry.holders:
-            module._parameters[name] = whole
+            put(module, name, whole)
         if whole.requires_grad:
             whole.register_post_accumulate_grad_hook(_lost)
         self.unsharded.append((whole, whole._version))
@@ -390,7 +398,7 @@ class ParameterGroup:
             return
         for entry in self.entries:
             for module, name in entry.holders:
-                module._parameters[name] = entry.parameter
+                put(module, name, entry.parameter)
         for made, version in held:
             if made._version != version or made.grad is not None:
                 _lost(made)

@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
-from fsdp_compiled.runtime.checkpoint.chunks import rectangles_of
+from fsdp_compiled.runtime.checkpoint.chunks import chunks_of, place_of, wrapped
 from fsdp_compiled.runtime.parameters.shard_layout import ShardPlace
 from fsdp_compiled.torch_private.dtensor import is_dispatching
 
@@ -162,7 +162,9 @@ class ShardedTensor(torch.Tensor):
     def _rectangles(self) -> Any:
         if self._sharded.whole or self._sharded.replay is not None:
             raise NotImplementedError("A view of a parameter, or what was computed of one, cannot be saved by DCP.")
-        return rectangles_of(self._sharded.place, self.local)
+        place = self._sharded.place
+        found = [*chunks_of(place.name, place.leaf, place_of(place.layout.mesh), place.part.first, self.local)]
+        return wrapped(found) if found else None
 
     # What a DTensor has and this does not.
 

@@ -29,7 +29,6 @@ from fsdp_compiled.distributed.mesh import (
     among,
     any_rank,
     exchange,
-    exchange_along_tp,
     from_first,
     said_by,
 )
@@ -269,7 +268,7 @@ class ProgramMaker:
         program, plan = captured.program, self.plan
         self.together(lambda: None, outline=lambda _: program.outline(plan.uneven))
         own = self.together(lambda: digests(program, captured.constants))
-        found = exchange_along_tp(own, self.mesh)
+        found = exchange(own, Mesh(self.mesh.device, tp=self.mesh.tp, everyone=self.mesh.groups["tp"]))
 
         def check() -> None:
             different = differing(program, plan, own, found)

@@ -37,7 +37,7 @@ STYLES: Mapping[str, Callable[[], ParallelStyle]] = {
     "colwise_rep": lambda: ColwiseParallel(output_layouts=Replicate()),  # its name in transformers 4
     "embedding_rowwise": lambda: RowwiseParallel(input_layouts=Replicate()),
     # A norm of heads, [batch, time, heads, size]; each rank has some of the heads.
-    "replicated_with_grad_allreduce": lambda: SequenceParallel(sequence_dim=2, use_local_output=True),
+    "replicated_with_grad_allreduce": lambda: SequenceParallel(sequence_dim=-2, use_local_output=True),
 }
 BY_HAND = 'Cut it with PyTorch\'s own parallelize_module(model, mesh["tp"], plan), and leave Policy.tp out.'
 Place = tuple[nn.Module, str]  # where a parameter hangs
