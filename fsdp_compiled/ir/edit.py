@@ -2,24 +2,14 @@
 
 A program is a value: an edit changes a copy of it. A caller that no longer needs a program donates it, as `passes.run`
 does with one pass's result for the next; the edit then takes the graph itself, and nothing may look at that program.
-
-`Insertion` repeats, for one unit, the calls that a pass inserted for a similar unit:
-
-    made for layers.0                                again for layers.1
-
-    layers_0_view = split(shard_layers_0, [8, 4])    layers_1_view = split(shard_layers_1, [8, 4])
-    layers_0_view_1 = getitem(layers_0_view, 0)      layers_1_view_1 = getitem(layers_1_view, 0)
-
-Each call copies the operator, arguments, role and fake tensors of the first one: nothing is inferred again. Only the
-nodes that it reads, given ones or earlier calls, are those of its own unit.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import lru_cache
 from types import MappingProxyType
 from typing import Any
@@ -29,7 +19,7 @@ from torch import fx
 from torch.utils import _pytree as pytree
 
 from fsdp_compiled.ir.inference import Inference
-from fsdp_compiled.ir.node_copies import copied, names_of, new_calls, new_node, row_of
+from fsdp_compiled.ir.node_copies import copied, names_of, new_node, row_of
 from fsdp_compiled.ir.nodes import (
     ASSERT,
     Mark,
@@ -43,59 +33,7 @@ from fsdp_compiled.ir.nodes import (
 )
 from fsdp_compiled.ir.program import Port, Program
 
-
-@dataclass(frozen=True)
-class Scope:
-    """The unit and the buffers that inserted calls belong to."""
-
-    unit: str
-    buffers: tuple[str, ...]
-
-
-class Insertion:
-    """The calls of one unit, in order. ``given``: nodes that they read; ``found``: those of them that are wanted."""
-
-    def __init__(self, calls: Sequence[fx.Node], given: Sequence[fx.Node], found: Sequence[fx.Node], of: Scope) -> None:
-        self._given, self._found, self._of = given, found, of
-        own = {id(node.meta["val"]): place for place, node in enumerate(given)}
-        # Last entry: the place of the given node whose tensor the call returns, as in-place operators do.
-        self._marks: list[Mark] = list(dict.fromkeys(node.meta["mark"] for node in calls))
-        numbers = {mark: number for number, mark in enumerate(self._marks)}
-        self._calls = [
-            (node, node.target, node.args, node.kwargs, numbers[node.meta["mark"]], value, own.get(id(value)))
-            for node in calls
-            for value in (node.meta["val"],)
-        ]
-        whose = all(mark.unit == of.unit and mark.buffer in (*of.buffers, "") for mark in self._marks)
-        several = [value for *_, value, place in self._calls if place is None and isinstance(value, tuple | list)]
-        self.repeats = whose and not any(id(value) in own for value in pytree.tree_leaves(several))
-
-    def again(
-        self, graph: fx.Graph, given: Sequence[fx.Node], of: Scope, phase: Phase, name_of: Callable[[Mark], str]
-    ) -> tuple[list[fx.Node], list[fx.Node]]:
-        """Inserts the calls for this unit, on these nodes, at the insertion point; returns them and the wanted ones."""
-        mapping = _Mapping(zip(self._given, given, strict=True))
-        keys = dict(zip(self._of.buffers, of.buffers, strict=True)) | {"": ""}
-        marks = [Mark(mark.role, of.unit, keys[mark.buffer], mark.purpose) for mark in self._marks]
-        names = [name_of(mark) for mark in marks]
-        rows = [(first, target, args, kwargs, names[one]) for first, target, args, kwargs, one, _, _ in self._calls]
-        made = new_calls(graph, rows, mapping)
-        for node, (*_, number, value, place) in zip(made, self._calls, strict=True):
-            meta = node.meta
-            meta["phase"], meta["mark"] = phase, marks[number]
-            meta["val"] = value if place is None else given[place].meta["val"]
-        return made, [mapping[node] for node in self._found]
-
-
-class _Mapping(dict[fx.Node, fx.Node]):
-    """Maps a node that belongs to no unit to itself."""
-
-    def __missing__(self, node: fx.Node) -> fx.Node:
-        return node
-
-
 c10d = torch.ops._c10d_functional
-SET_ARGS, SET_KWARGS = (vars(fx.Node)[name].fset for name in ("args", "kwargs"))
 
 
 class Edit:
@@ -118,7 +56,6 @@ class Edit:
         self._inputs, self._outputs = given.inputs, given.outputs
         self.inputs: Mapping[Port, fx.Node] = MappingProxyType(self._inputs)  # as they are now
         self._phase: Phase = "forward"
-        self._made: dict[Hashable, Insertion] = {}  # what was inserted for one unit, to be inserted again for others
         self._calls: list[fx.Node] = []
         self._left: list[fx.Node] = []  # nodes that were outputs
 
@@ -150,30 +87,6 @@ class Edit:
         self.infer(node)
         self._calls.append(node)
         return node
-
-    def again(
-        self, key: Hashable, given: Sequence[fx.Node], of: Scope, make: Callable[[], Sequence[fx.Node]]
-    ) -> Sequence[fx.Node]:
-        """Inserts and returns what ``make`` does for this unit, by repeating the calls of an earlier unit where
-        possible.
-
-        ``key``: equal for units for which ``make`` inserts the same calls, on the ``given`` nodes and on nodes that are
-        the same for all units.
-        """
-        layouts = [self._result.number(node.meta["val"]) for node in given]
-        if None in layouts or len(set(given)) < len(given):
-            return make()
-        key = (key, self._phase, len(of.buffers), *layouts)
-        if (known := self._made.get(key)) is not None:
-            inserted, wanted = known.again(self.graph, given, of, self._phase, _name)
-            self._calls += inserted
-            return wanted
-        first, nodes = len(self._calls), len(self.graph.nodes)
-        found = make()
-        calls = self._calls[first:]
-        if len(self.graph.nodes) == nodes + len(calls) and (made := Insertion(calls, given, found, of)).repeats:
-            self._made[key] = made
-        return found
 
     def infer(self, node: fx.Node) -> None:
         node.meta["val"] = self._result(node.target, node.args, node.kwargs)  # type: ignore[arg-type]

@@ -78,14 +78,6 @@ class Alike:
             else:
                 raise _Odd
 
-    def number(self, value: Any) -> int | None:
-        """A number for the tensor's layout, equal for tensors of one layout; None for any other value."""
-        if (known := self._layouts.get(id(value))) is not None:
-            return known[1]
-        with suppress(_Odd):
-            return self._number(value)
-        return None
-
     def _number(self, value: torch.Tensor) -> int:
         if not _plain(value):
             raise _Odd

@@ -22,7 +22,7 @@ from operator import getitem
 import torch
 from torch import fx
 
-from fsdp_compiled.ir.edit import Edit, Scope
+from fsdp_compiled.ir.edit import Edit
 from fsdp_compiled.ir.nodes import Mark, Role
 from fsdp_compiled.ir.program import Port, Program
 from fsdp_compiled.kernels.aten_operators import split_rows
@@ -69,24 +69,14 @@ def _gather_unit(edit: Edit, plan: Plan, shards: dict[Buffer, fx.Node], given: M
 def _parameters(
     edit: Edit, plan: Plan, shards: dict[Buffer, fx.Node], used: Mapping[str, fx.Node]
 ) -> list[tuple[str, fx.Node]]:
-    """Each used parameter, by name, taken from its gathered buffer; calls of an earlier similar unit are repeated."""
-    if plan.shard > 1 and any(buffer.by_rows for buffer in shards):  # parameters are copied out where they are used
-        found = []
-        for buffer, full in _full(edit, plan, shards):
-            if buffer.by_rows:
-                found += _copies(edit, buffer, full, used, plan.shard)
-            else:
-                found += _views(edit, buffer, full, used)
-        return found
-    reached = [slot.name in used for buffer in shards for slot in buffer.slots]
-    lying = tuple([(buffer.lies, plan.compute_dtype(buffer)) for buffer in shards])
-
-    def make() -> list[fx.Node]:
-        return [view for buffer, full in _full(edit, plan, shards) for _, view in _views(edit, buffer, full, used)]
-
-    of = Scope(next(iter(shards)).unit, tuple([buffer.key for buffer in shards]))
-    views = edit.again((lying, *reached), list(shards.values()), of, make)
-    return list(zip(used, views, strict=True))
+    """Each used parameter, by name, taken from its gathered buffer."""
+    found = []
+    for buffer, full in _full(edit, plan, shards):
+        if buffer.by_rows and plan.shard > 1:  # parameters are copied out where they are used
+            found += _copies(edit, buffer, full, used, plan.shard)
+        else:
+            found += _views(edit, buffer, full, used)
+    return found
 
 
 def _mark(buffer: Buffer, role: Role) -> Mark:

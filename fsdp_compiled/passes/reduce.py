@@ -22,7 +22,7 @@ from __future__ import annotations
 import torch
 from torch import fx
 
-from fsdp_compiled.ir.edit import Edit, Scope
+from fsdp_compiled.ir.edit import Edit
 from fsdp_compiled.ir.nodes import Mark, Role
 from fsdp_compiled.ir.program import Port, Program
 from fsdp_compiled.ir.reduction import Call, reduction
@@ -99,15 +99,10 @@ def _flatten(edit: Edit, buffer: Buffer, gradients: dict[str, fx.Node], plan: Pl
     The dtype is that of the reduction.
     """
     wanted = plan.reduce_dtype(buffer)
-
-    def make() -> list[fx.Node]:
-        flat = _concatenated(edit, buffer, gradients, plan)
-        if wanted != flat.meta["val"].dtype:
-            flat = edit.call(aten._to_copy.default, flat, dtype=wanted, mark=_mark(buffer, "flatten"))
-        return [flat]
-
-    key = buffer.lies, wanted, tuple([slot.name in gradients for slot in buffer.slots])
-    return edit.again(key, list(gradients.values()), Scope(buffer.unit, (buffer.key,)), make)[0]
+    flat = _concatenated(edit, buffer, gradients, plan)
+    if wanted != flat.meta["val"].dtype:
+        flat = edit.call(aten._to_copy.default, flat, dtype=wanted, mark=_mark(buffer, "flatten"))
+    return flat
 
 
 def _in_order(edit: Edit, buffer: Buffer, slot: Slot, gradient: fx.Node) -> fx.Node:

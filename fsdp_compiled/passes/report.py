@@ -32,7 +32,7 @@ from dataclasses import replace
 import torch
 from torch import fx
 
-from fsdp_compiled.ir.edit import Edit, Scope, weighed
+from fsdp_compiled.ir.edit import Edit, weighed
 from fsdp_compiled.ir.nodes import ASSERT, DISAGREE, OTHER_BATCHES, Mark
 from fsdp_compiled.ir.program import (
     CALL,
@@ -179,12 +179,8 @@ def _sum_of_squares(edit: Edit, gradients: list[fx.Node], mark: Mark, purpose: s
     """Float64; takes each gradient's norm in float32, or in float64 if any gradient is float64."""
     double = any(gradient.meta["val"].dtype == torch.float64 for gradient in gradients)
     dtype = torch.float64 if double else torch.float32
-
-    def norm_of(gradient: fx.Node) -> fx.Node:
-        return edit.call(aten.linalg_vector_norm.default, gradient, 2, None, False, dtype=dtype, mark=mark)
-
     norms = [
-        edit.again("norm", [gradient], Scope("", ()), lambda one=gradient: [norm_of(one)])[0]  # type: ignore[misc]
+        edit.call(aten.linalg_vector_norm.default, gradient, 2, None, False, dtype=dtype, mark=mark)
         for gradient in gradients
     ]
     stacked = edit.call(aten.stack.default, norms, mark=mark)

@@ -30,7 +30,7 @@ from collections.abc import Callable, Hashable, Sequence
 import torch
 from torch import fx
 
-from fsdp_compiled.ir.edit import Edit, Scope
+from fsdp_compiled.ir.edit import Edit
 from fsdp_compiled.ir.nodes import Mark, mutated, origin
 from fsdp_compiled.ir.program import OVERFLOW, RANK, STEP, Port, Program
 from fsdp_compiled.optim.rule import Rule, RuleInput, rule_for
@@ -129,51 +129,44 @@ def _inline(edit: Edit, rule: Rule, buffer: Buffer, plan: Plan, gradient: fx.Nod
     bound = [_bind(edit, rule, buffer, plan, given, size, gradient) for given in rule.inputs]
     first = not shared.calls
     of_group = Mark("update", f"optimizer {rule.key}", purpose="rule")
+    mark = Mark("update", buffer.unit, buffer.key, "rule")
+    places = graph.find_nodes(op="placeholder")
+    mapping = {place: node for place, (node, _) in zip(places, bound, strict=True)}
+    scalars = {place for place, (_, scalar) in zip(places, bound, strict=True) if scalar}
+    written: Counter[fx.Node] = Counter()  # by this graph, so far
+    seen: Counter[Hashable] = Counter()
 
-    def make() -> Sequence[fx.Node]:
-        mark = Mark("update", buffer.unit, buffer.key, "rule")
-        places = graph.find_nodes(op="placeholder")
-        mapping = {place: node for place, (node, _) in zip(places, bound, strict=True)}
-        scalars = {place for place, (_, scalar) in zip(places, bound, strict=True) if scalar}
-        written: Counter[fx.Node] = Counter()  # by this graph, so far
-        seen: Counter[Hashable] = Counter()
+    def version(source: fx.Node) -> int:
+        return written[origin(mapping[source])]
 
-        def version(source: fx.Node) -> int:
-            return written[origin(mapping[source])]
+    def value(source: fx.Node) -> fx.Node:
+        return shared.at(edit, mapping[source], version(source), of_group) if source in scalars else mapping[source]
 
-        def value(source: fx.Node) -> fx.Node:
-            return shared.at(edit, mapping[source], version(source), of_group) if source in scalars else mapping[source]
-
-        for node in graph.nodes:
-            if node.op != "call_function":
-                continue
-            if not (_is_scalar(node) and scalars.issuperset(node.all_input_nodes)):
-                args, kwargs = fx.node.map_arg((node.args, node.kwargs), value)
-                mapping[node] = edit.call(node.target, *args, mark=mark, **kwargs)
-                continue
-            scalars.add(node)
-            read = fx.node.map_arg((node.args, node.kwargs), lambda one: (mapping[one], version(one)))
-            seen[node.target, repr(read)] += 1  # each is a value of its own, which may be written
-            call = node.target, repr(read), seen[node.target, repr(read)]
-            targets = [origin(mapping[one]) for one in mutated(node)]
-            if call not in shared.calls:
-                if not first and any(target.op == "placeholder" for target in targets):
-                    raise ValueError(
-                        f"{rule.name} counts otherwise for {str(buffer.dtype)[6:]} than for the other dtype of group "
-                        f"{rule.group} (its {node.target}), and a group has one count. Give the parameters of each "
-                        "dtype a group of their own."
-                    )
-                args, kwargs = fx.node.map_arg((node.args, node.kwargs), value)
-                shared.calls[call] = edit.call(node.target, *args, mark=of_group, **kwargs)
-                for target in targets:
-                    shared.writers[target].append(shared.calls[call])
-            mapping[node] = shared.calls[call]
-            written.update(targets)
-        return ()
-
-    own = [node for node, scalar in bound if not scalar]
-    known = frozenset(shared.calls), frozenset(shared.kept)
-    edit.again((rule.key, size, buffer.dtype, known), own, Scope(buffer.unit, (buffer.key,)), make)
+    for node in graph.nodes:
+        if node.op != "call_function":
+            continue
+        if not (_is_scalar(node) and scalars.issuperset(node.all_input_nodes)):
+            args, kwargs = fx.node.map_arg((node.args, node.kwargs), value)
+            mapping[node] = edit.call(node.target, *args, mark=mark, **kwargs)
+            continue
+        scalars.add(node)
+        read = fx.node.map_arg((node.args, node.kwargs), lambda one: (mapping[one], version(one)))
+        seen[node.target, repr(read)] += 1  # each is a value of its own, which may be written
+        call = node.target, repr(read), seen[node.target, repr(read)]
+        targets = [origin(mapping[one]) for one in mutated(node)]
+        if call not in shared.calls:
+            if not first and any(target.op == "placeholder" for target in targets):
+                raise ValueError(
+                    f"{rule.name} counts otherwise for {str(buffer.dtype)[6:]} than for the other dtype of group "
+                    f"{rule.group} (its {node.target}), and a group has one count. Give the parameters of each "
+                    "dtype a group of their own."
+                )
+            args, kwargs = fx.node.map_arg((node.args, node.kwargs), value)
+            shared.calls[call] = edit.call(node.target, *args, mark=of_group, **kwargs)
+            for target in targets:
+                shared.writers[target].append(shared.calls[call])
+        mapping[node] = shared.calls[call]
+        written.update(targets)
 
 
 def _idle(edit: Edit, rule: Rule, buffer: Buffer, plan: Plan) -> dict[fx.Node, fx.Node]:

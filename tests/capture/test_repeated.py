@@ -1,20 +1,13 @@
-"""What is inserted for a unit that is like an earlier one is what would be inserted for it by itself."""
+"""What passes insert for units that are alike: tensors of their own."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
-from typing import Any
-
-import pytest
 import torch
-from torch import fx, nn
-from torch.utils import _pytree as pytree
+from torch import nn
 
 from fsdp_compiled import Policy
-from fsdp_compiled.ir.edit import Edit, Insertion, Scope
 from fsdp_compiled.ir.nodes import mutated
 from fsdp_compiled.ir.program import Program
-from fsdp_compiled.plan.plan import Buffer
 from tests import simulate
 from tests.toys import squares
 
@@ -61,63 +54,8 @@ def stages(policy: Policy, shard: int, kind: str = "step") -> tuple[Program, ...
     )[0]
 
 
-def described(program: Program) -> list[Any]:
-    """Its text, and all that is noted of its nodes."""
-
-    def layouts(node: fx.Node) -> list[Any]:
-        values = pytree.tree_leaves(node.meta.get("val"))
-        return [(one.shape, one.stride(), one.dtype) for one in values if isinstance(one, torch.Tensor)]
-
-    names = ("phase", "mark", "path", "parameter", "idle")
-    noted = [(layouts(node), [node.meta.get(name) for name in names]) for node in program.graph.nodes]
-    return [program.text(), program.ports, noted]
-
-
-def by_itself(
-    edit: Edit, key: Hashable, given: Sequence[fx.Node], of: Scope, make: Callable[[], Sequence[fx.Node]]
-) -> Sequence[fx.Node]:
-    return make()
-
-
-POLICIES = {
-    "zero3": Policy(lower="eager", bucket_mb=0, clip=1.0),
-    "zero1": Policy(lower="eager", shard="zero1", bucket_mb=0),
-    "several blocks a unit": Policy(lower="eager", bucket_mb=0.0003),
-}
-
-
-@pytest.mark.parametrize("name", POLICIES)
-@pytest.mark.parametrize("shard", [1, 3])
-def test_programs_are_those_of_units_made_by_themselves(name: str, shard: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    repeated: list[Scope] = []
-    again = Insertion.again
-
-    def counted(self: Insertion, graph: fx.Graph, given: Sequence[fx.Node], of: Scope, *rest: Any) -> list[fx.Node]:
-        repeated.append(of)
-        return again(self, graph, given, of, *rest)
-
-    monkeypatch.setattr(Insertion, "again", counted)
-    found = stages(POLICIES[name], shard)
-    assert len(repeated) > 2
-    monkeypatch.setattr(Edit, "again", by_itself)
-    assert [described(one) for one in found] == [described(one) for one in stages(POLICIES[name], shard)]
-
-
 def test_what_is_written_in_place_is_the_units_own() -> None:
-    program = stages(POLICIES["zero3"], 2)[-1]
+    program = stages(Policy(lower="eager", bucket_mb=0, clip=1.0), 2)[-1]
     written = [(node, targets[0]) for node in program.graph.nodes if (targets := mutated(node))]
     returned = [(node.meta["val"], target.meta["val"]) for node, target in written if node.meta["val"] is not None]
     assert len(returned) > 20 and all(value is target for value, target in returned)
-
-
-def test_units_that_are_not_alike_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Control: without what tells them apart, another program comes of it, or none."""
-    wanted = described(stages(POLICIES["zero3"], 2)[-1])
-    monkeypatch.setattr(Buffer, "lies", None)
-    again = Edit.again
-    monkeypatch.setattr(Edit, "again", lambda edit, key, *rest: again(edit, key[0], *rest))
-    try:
-        found = described(stages(POLICIES["zero3"], 2)[-1])
-    except Exception:
-        return
-    assert found != wanted
