@@ -92,10 +92,6 @@ def unwrapped(optimizer: Any) -> Any:
 
 def check_own_step(optimizer: Optimizer) -> None:
     """Raises ``ValueError`` if ``optimizer.step`` is not its class's, since the class's step is what is traced."""
-    if isinstance(optimizer, Together):
-        for one in optimizer.optimizers:
-            check_own_step(one)
-        return
     step = vars(optimizer).get("step")
     while step is not None:
         step = getattr(step, "__func__", step)
@@ -117,10 +113,6 @@ def _is_ours(hook: object) -> bool:
 
 def check_step_hooks(optimizer: Optimizer) -> None:
     """Raises ``ValueError`` for step hooks, of this optimizer or of all: the update is inside the program."""
-    if isinstance(optimizer, Together):
-        for one in optimizer.optimizers:
-            check_step_hooks(one)
-        return
     own = [optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks]
     every = [module._global_optimizer_pre_hooks, module._global_optimizer_post_hooks]
     if not any(own) and not any(every):

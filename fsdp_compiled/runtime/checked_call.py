@@ -15,7 +15,7 @@ from fsdp_compiled.distributed.mesh import Mesh
 from fsdp_compiled.kernels.aten_operators import widening
 from fsdp_compiled.lower.fusions import check_names
 from fsdp_compiled.lower.inductor import lowered
-from fsdp_compiled.optim.given_optimizer import check_own_step, check_step_hooks
+from fsdp_compiled.optim.given_optimizer import check_own_step, check_step_hooks, members
 from fsdp_compiled.optim.rule import Rule, eager_rule
 from fsdp_compiled.optim.rules import make_rules
 from fsdp_compiled.plan.leaf import Leaf, check_class, check_modules, check_parameter
@@ -81,9 +81,9 @@ def checked_call(
     check_shared_memory(modules, named)
     check_initializable(modules, init)
     leaves = read_leaves(named, optimizer, find_units(model, units))
-    if optimizer is not None:
-        check_step_hooks(optimizer)
-        check_own_step(optimizer)
+    for one in members(optimizer):
+        check_step_hooks(one)
+        check_own_step(one)
     rules = make_rules(optimizer) if optimizer is not None else ()
     read_scalars(optimizer)
     whole = {rule.group for rule in rules if rule.whole}

@@ -22,7 +22,7 @@ from fsdp_compiled.ir.program import CALL_PARTS, NORM, OVERFLOW, Port
 from fsdp_compiled.kernels import host_copies
 from fsdp_compiled.lower import bundle
 from fsdp_compiled.lower.lowering import below_autograd
-from fsdp_compiled.optim.given_optimizer import check_step_hooks
+from fsdp_compiled.optim.given_optimizer import check_step_hooks, members
 from fsdp_compiled.optim.hyperparameters import Hyperparameters
 from fsdp_compiled.optim.rules import make_rules_again
 from fsdp_compiled.runtime.checkpoint.writing import Checkpoints
@@ -321,8 +321,8 @@ class ShardedCalls:
 
     def _read_rates(self) -> None:
         """Writes rates that changed to the device; a change of any other hyperparameter traces new rules."""
-        if self.optimizer is not None:
-            check_step_hooks(self.optimizer)
+        for one in members(self.optimizer):
+            check_step_hooks(one)
         if not self._hyperparameters.unchanged():
             with outside_modes():  # tensors made in the caller's inference mode could never be written again
                 if changed := self._hyperparameters.changed(self._programs.rules):

@@ -22,7 +22,7 @@ import torch
 import xxhash
 
 
-def settled(tensor: torch.Tensor) -> torch.Tensor:
+def resolved(tensor: torch.Tensor) -> torch.Tensor:
     """The values in host memory, contiguous; of a lazy conjugate or negative, the numbers that it stands for."""
     return tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
 

@@ -31,7 +31,7 @@ from fsdp_compiled.runtime.checkpoint import folder as folders
 from fsdp_compiled.runtime.checkpoint.chunks import Chunk, Holders, held, place_of
 from fsdp_compiled.runtime.checkpoint.chunks import tensors as every_tensor
 from fsdp_compiled.runtime.checkpoint.contents import Trained
-from fsdp_compiled.runtime.checkpoint.data_file import DTYPES, Layout, lay_out, memory_of, packed, settled, unread
+from fsdp_compiled.runtime.checkpoint.data_file import DTYPES, Layout, lay_out, memory_of, packed, resolved, unread
 from fsdp_compiled.runtime.checkpoint.whole import keys_of, load_weights
 
 LARGEST = 5 << 30  # bytes of a file
@@ -140,7 +140,7 @@ def export(folder: Path, model: nn.Module, trained: Trained, mesh: Mesh) -> Work
                         _write(opened[name], offset, one)
                 for key, name in keys.buffers.items() if aside is not None else ():
                     file_name, offset = places[key]
-                    _write_all(opened[file_name], memory_of(settled(state.buffers[name])), offset)
+                    _write_all(opened[file_name], memory_of(resolved(state.buffers[name])), offset)
                 for descriptor in opened.values():
                     os.fsync(descriptor)
             finally:

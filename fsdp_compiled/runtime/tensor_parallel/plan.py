@@ -40,7 +40,6 @@ STYLES: Mapping[str, Callable[[], ParallelStyle]] = {
     "replicated_with_grad_allreduce": lambda: SequenceParallel(sequence_dim=-2, use_local_output=True),
 }
 BY_HAND = 'Cut it with PyTorch\'s own parallelize_module(model, mesh["tp"], plan), and leave Policy.tp out.'
-Place = tuple[nn.Module, str]  # where a parameter hangs
 
 
 @dataclass(frozen=True)
@@ -77,7 +76,6 @@ def find_cuts(
         _check_heads(model, mesh.tp)
     for name, style in styles.items():
         _check_module(name, modules[name], style)
-    held = {id(one) for group in (optimizer.param_groups if optimizer else ()) for one in group["params"]}
     for places in _tied(model, styles):
         kinds = {(styles.get(path), type(module)) for path, module, _ in places}
         dims = {_dim(kind, style) for style, kind in kinds}
@@ -89,7 +87,7 @@ def find_cuts(
             )
     for path in styles:
         for parameter in modules[path].parameters(recurse=False):
-            if optimizer is not None and id(parameter) in held and optimizer.state.get(parameter):
+            if optimizer is not None and optimizer.state.get(parameter):
                 raise ValueError(
                     f"{type(optimizer).__name__} has state of {path} already, which would be of other shapes. Give "
                     "Policy.tp with an optimizer that has made no step, and load its state afterwards."
@@ -101,7 +99,8 @@ def find_cuts(
 def apply_cuts(model: nn.Module, optimizer: Optimizer | None, cuts: Cuts, mesh: Mesh) -> None:
     """Cuts the model. Collective along tp."""
     assert mesh.tp_mesh is not None
-    before = dict(_places(model))
+    tables = ((module, module._parameters) for module in model.modules())
+    before = {(module, name): one for module, own in tables for name, one in own.items() if one is not None}
     made = {name: _style(model.get_submodule(name), style, mesh.tp) for name, style in cuts.styles.items()}
     parallelize_module(model, mesh.tp_mesh, made)
     new: dict[int, nn.Parameter] = {}
@@ -186,13 +185,6 @@ def _dim(kind: type[nn.Module], style: str | None) -> int | None:
     if issubclass(kind, nn.Linear):
         return 0 if column else 1
     return (1 if column else 0) if issubclass(kind, nn.Embedding) else None
-
-
-def _places(model: nn.Module) -> Iterator[tuple[Place, nn.Parameter]]:
-    for module in model.modules():
-        for name, parameter in module._parameters.items():
-            if parameter is not None:
-                yield (module, name), parameter
 
 
 def _tied(model: nn.Module, styles: Mapping[str, str]) -> Iterator[Sequence[tuple[str, nn.Module, str]]]:
