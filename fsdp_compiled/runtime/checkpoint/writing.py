@@ -62,12 +62,6 @@ class Saving(Future[Path]):
             self.told = True
             raise
 
-    def exception(self, timeout: float | None = None) -> BaseException | None:
-        """Its error, or None. Waits for it."""
-        error = super().exception(timeout)
-        self.told = self.told or error is not None
-        return error
-
     def failed(self) -> SaveError | None:
         """Its error, if it ended with one and nobody was told."""
         if self.told or not self.done():
