@@ -197,7 +197,7 @@ def priced(results: Results) -> str:
     head = [
         "| | measured | predicted | | peak measured | predicted | |", "|---|---:|---:|---:|---:|---:|---:|",
     ]  # fmt: skip
-    lines = []
+    lines, made = [], dict[str, None]()
     for name in PRICED:
         for row in rows(results[name]) if name in results else ():
             said = results[name]["rivals"][row.name].get("simulated", {})
@@ -208,8 +208,7 @@ def priced(results: Results) -> str:
             lines.append(
                 f"| {where} | {times} | {_against(said['peak_bytes'] / 2**20, row.peak_bytes / 2**20, 'MiB')} |"
             )
-    made = {_made_by(results[name]) for name in PRICED if name in results}
-    return "\n".join([*head, *lines, "", *sorted(made)]) if lines else NOTHING
+    return "\n".join([*head, *lines, "", *made]) if lines else NOTHING
 
 
 def _against(said: float, found: float, unit: str) -> str:
