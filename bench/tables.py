@@ -204,10 +204,10 @@ def priced(results: Results) -> str:
             if row.wall is None or row.peak_bytes is None or "peak_bytes" not in said:
                 continue
             where = f"{name.removeprefix('priced-')}, {row.title.removeprefix('fsdp_compiled')}"
-            times = _against(1e3 * said["seconds"], 1e3 * row.wall.middle, "ms")
-            lines.append(
-                f"| {where} | {times} | {_against(said['peak_bytes'] / 2**20, row.peak_bytes / 2**20, 'MiB')} |"
-            )
+            time = _against(said["seconds"] * 1e3, row.wall.middle * 1e3, "ms")
+            peak = _against(said["peak_bytes"] / 2**20, row.peak_bytes / 2**20, "MiB")
+            lines.append(f"| {where} | {time} | {peak} |")
+            made[_made_by(results[name])] = None
     return "\n".join([*head, *lines, "", *made]) if lines else NOTHING
 
 

@@ -114,7 +114,7 @@ def test_what_is_committed_is_what_the_commands_make(tmp_path: Path) -> None:
         *tables.PRESETS,
         *tables.FIRST_STEPS,
         tables.CHECKPOINT,
-        *tables.NODES,
+        *tables.PRICED,
         *tables.HOSTS,
         *tables.MUON,
         *tables.LOOPS,
