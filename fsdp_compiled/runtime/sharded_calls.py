@@ -168,7 +168,7 @@ class ShardedCalls:
 
     def _find(self, kind: Kind, state: State, batch: tuple[Any, ...], named: dict[str, Any]) -> Request:
         """The call, with its program if it is kept. An error of this rank alone is told to the others."""
-        with self._refusing():
+        try:  # and not `_refusing`, whose calls each step would make
             if kind in ("step", "last"):
                 self._read_rates()
                 for update in self._updates:
@@ -179,6 +179,9 @@ class ShardedCalls:
                 self._taken.check_gradients("step" if kind == "last" else kind)
             added = state.step_counts.added if kind == "last" else frozenset()
             return self._programs.find(kind, batch, named, added)
+        except Exception as error:
+            self._refuse(error)
+            raise
 
     def _execute(self, request: Request, state: State, again: bool) -> tuple[Compiled, dict[Port, torch.Tensor]]:
         kind, batch, named = request.kind, request.batch, request.named
