@@ -191,3 +191,25 @@ def test_where_numpy_is_missing_a_checkpoint_with_its_generator_is_loaded(
     monkeypatch.setitem(sys.modules, "numpy.random", None)
     monkeypatch.delattr(np, "random")
     assert build(0).load(tmp_path) == 1
+
+
+def test_tied_weights_that_hold_the_same_nan_are_one_parameter() -> None:
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False)
+            self.b.weight = self.a.weight
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.b(self.a(x))  # type: ignore[no-any-return]
+
+    model = Tied()
+    sharded = compile_sharded(model, torch.optim.SGD(model.parameters(), 0.1), policy=Policy(lower="eager"))
+    given = {name: value.clone() for name, value in sharded.full_state_dict().items()}
+    for value in given.values():
+        value[0, 0] = float("nan")
+    sharded.load_full_state_dict(given)
+    assert sharded.full_state_dict()["a.weight"].isnan().sum() == 1
+    given["a.weight"][1, 1] += 1
+    with pytest.raises(ValueError, match="which are one parameter here, so nothing was loaded"):
+        sharded.load_full_state_dict(given)
