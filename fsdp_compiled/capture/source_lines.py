@@ -267,5 +267,6 @@ def plain_names(text: str) -> str:
     text = re.sub(r"\.(?:__dict__\['_modules'\]|_modules|_parameters|_buffers)\['([^']+)'\]", r".\1", text)
     text = re.sub(r"\.__dict__\['(\w+)'\]", r".\1", text)
     text = re.sub(r"G\['__import_(\w+?)'\]", lambda match: match[1].replace("_dot_", "."), text)
+    text = re.sub(r"G\['([^']+)'\]", r"\1", text)  # a global of the user's
     text = re.sub(r"(?:___)?dict_contains\((.*), (.*)\)", r"\1 in \2", text)
-    return text.replace("objective.model.", "model.").replace("objective.model", "model").replace("L['loss']", "loss")
+    return re.sub(r"(?<![\w.])objective\.(model|loss)\b", r"\1", text).replace("L['loss']", "loss")

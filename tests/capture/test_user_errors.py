@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from fsdp_compiled import CaptureError, Policy, compile_sharded, fully_shard
+from fsdp_compiled.capture.source_lines import words
 from tests.chosen import chosen, needs_torch
 
 LEFT: list[torch.Tensor] = []
@@ -228,3 +229,17 @@ def test_an_error_of_the_users_mistake_is_explained(face: str) -> None:
     net.fails, step = True, loop(net, face)
     with pytest.raises(CaptureError, match="must have same reduction dim"):
         step()
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("L['objective']._modules['model'].cache['h']", "model.cache['h']"),
+        ("L['objective']._modules['model']._modules['objective']._modules['model'].p", "model.objective.model.p"),
+        ("L['objective'].loss.count", "loss.count"),
+        ("G['TABLE']['a']", "TABLE['a']"),
+        ("G['__import_a_dot_b'].X", "a.b.X"),
+    ],
+)
+def test_names_are_said_as_the_user_would_write_them(name: str, said: str) -> None:
+    assert words(name, {}) == said

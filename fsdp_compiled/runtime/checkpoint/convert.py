@@ -32,7 +32,7 @@ from fsdp_compiled.runtime.checkpoint import data_file, hugging_face, loading
 from fsdp_compiled.runtime.checkpoint import folder as folders
 from fsdp_compiled.runtime.checkpoint import manifest as manifests
 from fsdp_compiled.runtime.checkpoint.chunks import Entry, Piece, split_state_name, whole_chunk
-from fsdp_compiled.runtime.checkpoint.contents import optimizer_values
+from fsdp_compiled.runtime.checkpoint.contents import optimizer_values, plain
 from fsdp_compiled.runtime.checkpoint.data_file import Layout, lay_out, memory_of, unread
 from fsdp_compiled.runtime.checkpoint.manifest import DataFile, Manifest
 from fsdp_compiled.runtime.checkpoint.owned_state import STEPPED
@@ -258,10 +258,7 @@ def _dcp_groups(reader: _Files, begin: str) -> list[dict[str, Any]]:
     groups: dict[str, dict[str, Any]] = {}  # by number, or by parameter's name
     for key in (key for key in reader.entries if key.startswith(begin)):
         owner, option = key.removeprefix(begin).rsplit(".", 1)
-        value = reader.read(key)
-        groups.setdefault(owner, {})[option] = (
-            value.item() if isinstance(value, torch.Tensor) and value.numel() == 1 else value
-        )
+        groups.setdefault(owner, {})[option] = plain(reader.read(key))
     if found := [options for options in groups.values() if "params" in options]:
         return found
     flat: dict[str, dict[str, Any]] = {}
